@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Many hands, one result: distributed training whose weights do not depend on who did the work.
+
+Importing this is cheap: torch is imported when something needs it.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from manyhands.config import (
+    CheckpointConfig,
+    EvaluateConfig,
+    LogConfig,
+    RunConfig,
+    TrainConfig,
+)
+from manyhands.errors import Interrupted, ManyhandsError, RequestError, RunFailed
+from manyhands.report import Report
+from manyhands.task import Task
+from manyhands.version import VERSION as __version__
+
+if TYPE_CHECKING:
+    from manyhands.answers import evaluate, fingerprint
+    from manyhands.run import resume, train
+
+__all__ = [
+    "CheckpointConfig",
+    "EvaluateConfig",
+    "Interrupted",
+    "LogConfig",
+    "ManyhandsError",
+    "Report",
+    "RequestError",
+    "RunConfig",
+    "RunFailed",
+    "Task",
+    "TrainConfig",
+    "__version__",
+    "evaluate",
+    "fingerprint",
+    "resume",
+    "train",
+]
+
+_LATER = {
+    "evaluate": "manyhands.answers",
+    "fingerprint": "manyhands.answers",
+    "resume": "manyhands.run",
+    "train": "manyhands.run",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LATER:
+        return getattr(importlib.import_module(_LATER[name]), name)
+    raise AttributeError(f"module 'manyhands' has no attribute '{name}'")

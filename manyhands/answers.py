@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Questions about a saved run: its scores, its fingerprint. Answered here, in one process."""
+
+import math
+from pathlib import Path
+
+import torch
+
+from manyhands.checkpoint.files import MODEL, read_model
+from manyhands.checkpoint.storage import Folder, newest_good
+from manyhands.checkpoint.tensors import fingerprint as fingerprint_of
+from manyhands.config import read_toml
+from manyhands.data.feed import held_out_batches
+from manyhands.data.records import open_data
+from manyhands.errors import RunDirError
+from manyhands.evaluate import scores
+from manyhands.run import reload
+from manyhands.rundir import RunDir, open_run
+from manyhands.task import Task
+from manyhands.train.memory import Memory
+from manyhands.train.seeds import seed_everything
+from manyhands.train.state import Replica, build_model
+from manyhands.worker import evaluation_batch, evaluation_of
+
+
+def evaluate(
+    run: str | Path, task: Task | None = None, *, step: int | None = None
+) -> dict[str, float]:
+    """Scores of a saved step (the newest good one) on the held-out records: the run's own, again."""
+    folder = open_run(Path(run))
+    chosen = _committed(folder, step)
+    config, _ = read_toml(folder.config)
+    loaded, _ = reload(folder, task)
+    _, held_out = open_data(loaded.task.data, loaded.task.held_out)
+    if held_out is None:
+        raise RunDirError(f"the task of {folder.root} has no held-out records to evaluate on.")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(config.train.threads)  # part of the bits
+    try:
+        seed_everything(config.train.seed, "model")
+        model = build_model(loaded.task.model)
+        assert loaded.task.optimizer is not None
+        cpu = torch.device("cpu")
+        replica = Replica(model, loaded.task.optimizer(model), None, Memory(None), cpu)
+        where = folder.step(chosen)
+        replica.load(read_model(where), where=str(where))
+        size = evaluation_batch(config)
+        batches = held_out_batches(
+            held_out,
+            batch=size,
+            indices=range(math.ceil(len(held_out) / size)),
+            seed=config.train.seed,
+            seeder=seed_everything,
+        )
+        evaluation = evaluation_of(loaded.task, config)
+        return scores.combine(evaluation, scores.measure(evaluation, model, batches))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def fingerprint(run: str | Path, *, step: int | None = None) -> str:
+    """SHA-256 over names, shapes, dtypes and bytes of a saved step's weights and buffers."""
+    folder = open_run(Path(run))
+    chosen = _committed(folder, step)
+    return fingerprint_of(Folder(folder).get(chosen, MODEL))
+
+
+def _committed(run: RunDir, step: int | None) -> int:
+    """The step asked for, or the newest good one."""
+    storage = Folder(run)
+    steps = storage.steps()
+    if step is None:
+        newest, problems = newest_good(storage)
+        if newest is None:
+            found = f" ({'; '.join(problems)})" if problems else ""
+            raise RunDirError(f"{run.root} holds no checkpoint yet{found}.")
+        return newest
+    if step not in steps:
+        there = ", ".join(str(s) for s in steps) or "none"
+        raise RunDirError(f"{run.root} has no saved step {step}; saved are: {there}.")
+    return step
+

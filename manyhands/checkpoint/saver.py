@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Saving while training goes on: copy now, write later.
+
+`Saver.save` copies the tensors into buffers that are reused from save to save (the only time that
+training stands still) and hands them to a thread that writes, hashes and syncs them; all three let
+go of the GIL. A second save waits until the first is written, so memory stays bounded.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from manyhands.checkpoint.storage import FileRecord, Storage
+from manyhands.checkpoint.tensors import encode
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """One file to be: tensors by name, and strings beside them."""
+
+    name: str
+    tensors: Mapping[str, Tensor]
+    metadata: Mapping[str, str]
+
+
+Written = Callable[[int, dict[str, FileRecord], float], None]
+
+
+class Saver:
+    """One per worker. `written(step, files, blocked_s)` is called from the writing thread."""
+
+    def __init__(self, storage: Storage, written: Written) -> None:
+        self.storage, self.written = storage, written
+        self._copies: dict[tuple[str, str], Tensor] = {}
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def save(self, step: int, contents: Sequence[Content]) -> None:
+        started = time.perf_counter()
+        self.drain()
+        copied = [
+            Content(c.name, {k: self._copy(c.name, k, t) for k, t in c.tensors.items()}, c.metadata)
+            for c in contents
+        ]
+        blocked_s = time.perf_counter() - started
+        self._thread = threading.Thread(
+            target=self._write, args=(step, copied, blocked_s), name="saver"
+        )
+        self._thread.start()
+
+    def _copy(self, file: str, name: str, tensor: Tensor) -> Tensor:
+        copy = self._copies.get((file, name))
+        if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
+            copy = torch.empty(tensor.shape, dtype=tensor.dtype)
+            self._copies[file, name] = copy
+        return copy.copy_(tensor.detach())
+
+    def _write(self, step: int, contents: Sequence[Content], blocked_s: float) -> None:
+        try:
+            files = {
+                c.name: self.storage.put(step, c.name, encode(c.tensors, c.metadata))
+                for c in contents
+            }
+            self.written(step, files, blocked_s)
+        except BaseException as error:
+            self._error = error
+
+    def check(self) -> None:
+        """Raise what the writing thread ran into, if anything."""
+        if self._error is not None:
+            raise self._error
+
+    def drain(self) -> None:
+        """Wait until the last save is written; raise if it could not be."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self.check()

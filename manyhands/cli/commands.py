@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every command. Heavy modules are imported inside: `--help` and `status` answer at once."""
+
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from manyhands.errors import RequestError
+from manyhands.rundir import RunDir, new_run_path, open_run, runs_under
+from manyhands.version import VERSION
+
+if TYPE_CHECKING:
+    from manyhands.launch.launchers import Launcher
+    from manyhands.report import Report
+
+app = typer.Typer(
+    name="manyhands",
+    help="Many hands, one result: distributed training whose weights do not depend on who did it.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+TaskFile = Annotated[
+    Path, typer.Argument(metavar="FILE", help="Python that defines `task`, or TOML that names it.")
+]
+RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder.")]
+Workers = Annotated[
+    int | None, typer.Option(help="How many workers. Left out: cores, or fewer if less to do.")
+]
+Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="section.key=value", help="Change a setting. Repeatable."),
+]
+QuietFlag = Annotated[bool, typer.Option("--quiet", "-q", help="Print warnings and errors only.")]
+JsonFlag = Annotated[bool, typer.Option("--json", help="Answer in JSON.")]
+Engine = Annotated[
+    str, typer.Option(help='"local" processes, or "inline": one worker in this process.')
+]
+Step = Annotated[int | None, typer.Option(help="A saved step; left out, the newest good one.")]
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    if version:
+        print(f"manyhands {VERSION}")
+        raise typer.Exit
+
+
+@app.command()
+def train(
+    file: TaskFile,
+    to: Annotated[Path | None, typer.Option(help="The run folder; else runs/NAME-TIME.")] = None,
+    workers: Workers = None,
+    set: Set = None,
+    quiet: QuietFlag = False,
+    engine: Engine = "local",
+    json: JsonFlag = False,
+) -> None:
+    """Train the task that FILE defines."""
+    launcher = _start_early(engine)
+    from manyhands import run
+
+    report = run.train(
+        file,
+        to=to,
+        workers=workers,
+        settings=set or [],
+        quiet=quiet or json,
+        engine=engine,
+        launcher=launcher,
+    )
+    _show_report(report, json, quiet)
+
+
+@app.command()
+def resume(
+    folder: RunFolder,
+    workers: Workers = None,
+    set: Set = None,
+    quiet: QuietFlag = False,
+    engine: Engine = "local",
+    json: JsonFlag = False,
+) -> None:
+    """Continue RUN from its newest good checkpoint, with any number of workers."""
+    open_run(folder)
+    launcher = _start_early(engine)
+    from manyhands import run
+
+    report = run.resume(
+        folder,
+        workers=workers,
+        settings=set or [],
+        quiet=quiet or json,
+        engine=engine,
+        launcher=launcher,
+    )
+    _show_report(report, json, quiet)
+
+
+@app.command()
+def demo(
+    to: Annotated[Path | None, typer.Option(help="The run folder; else runs/demo-TIME.")] = None,
+    workers: Annotated[int, typer.Option(help="How many workers.")] = 2,
+    quiet: QuietFlag = False,
+) -> None:
+    """The whole story on bundled data: handwritten digits, two workers, an evaluated model."""
+    launcher = _start_early("local")
+    from manyhands import run
+    from manyhands.zoo import digits
+
+    folder = to or new_run_path(Path("runs"), "demo")
+    report = run.train(
+        Path(digits.__file__), to=folder, workers=workers, quiet=quiet, launcher=launcher
+    )
+    _show_report(report, False, quiet)
+    if not quiet:
+        print(f"\nThe same bits on any number of workers: manyhands train {digits.__file__}")
+        print(f"Look again:                              manyhands status {report.run}")
+
+
+@app.command()
+def evaluate(folder: RunFolder, step: Step = None, json: JsonFlag = False) -> None:
+    """Score a saved step of RUN on the held-out records."""
+    open_run(folder)
+    from manyhands import answers
+
+    _show_pairs(answers.evaluate(folder, step=step), json)
+
+
+@app.command()
+def fingerprint(folder: RunFolder, step: Step = None, json: JsonFlag = False) -> None:
+    """Print the SHA-256 of a saved step's weights and buffers."""
+    open_run(folder)
+    from manyhands import answers
+
+    mark = answers.fingerprint(folder, step=step)
+    print(_json({"fingerprint": mark}) if json else mark)
+
+
+@app.command()
+def status(folder: RunFolder, json: JsonFlag = False) -> None:
+    """What RUN is doing: state, step, speed, and every worker."""
+    from manyhands.checkpoint.storage import Folder
+    from manyhands.monitor.status import status as status_of
+
+    run = open_run(folder)
+    found = status_of(run) | {"saved": Folder(run).steps()}
+    if json:
+        print(_json(found))
+        return
+    workers = found.pop("workers")
+    hidden = ("pid", "host", "time", "run", "seconds_ago", "verdict")
+    shown = {k: v for k, v in found.items() if k not in hidden}
+    shown["saved"] = ", ".join(str(s) for s in found["saved"]) or "nothing yet"
+    _show_pairs(shown, False)
+    if workers:
+        table = Table("rank", "pid", "host", "step", "samples/s", box=None, pad_edge=False)
+        for w in workers:
+            speed = f"{w['samples_per_s']:.1f}"
+            table.add_row(str(w["rank"]), str(w["pid"]), w["host"], str(w["step"]), speed)
+        Console().print(table)
+    if "verdict" in found:
+        print(f"\n{found['verdict']}")
+
+
+@app.command()
+def runs(
+    under: Annotated[Path, typer.Argument(help="Where runs are kept.")] = Path("runs"),
+    json: JsonFlag = False,
+) -> None:
+    """List the runs under a folder, oldest first."""
+    from manyhands.monitor.status import status as status_of
+
+    found = [_row(run, status_of(run)) for run in runs_under(under)]
+    if json:
+        print(_json(found))
+        return
+    if not found:
+        print(f"no runs under {under}")
+        return
+    table = Table("run", "state", "step", "scores", "began", box=None, pad_edge=False)
+    for row in found:
+        scores = "  ".join(f"{k} {v:.4f}" for k, v in row["scores"].items())
+        steps = f"{row['step']}/{row['total_steps']}"
+        table.add_row(row["run"], row["state"], steps, scores, row["began"])
+    Console().print(table)
+
+
+def _row(run: RunDir, status: dict[str, Any]) -> dict[str, Any]:
+    began = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.config.stat().st_ctime))
+    keys = ("run", "state", "step", "total_steps")
+    return {k: status[k] for k in keys} | {"scores": status.get("scores", {}), "began": began}
+
+
+def _start_early(engine: str) -> "Launcher":
+    """Start the host agent before importing torch here, so that both import it side by side."""
+    from manyhands.launch.launchers import Inline, Local, create_segments
+
+    if engine == "local":
+        return Local("manyhands.worker:main", create_segments())
+    if engine != "inline":
+        raise RequestError(f"there is no engine '{engine}'; use local or inline.")
+    from manyhands.worker import main
+
+    return Inline(main, create_segments())
+
+
+def _show_report(report: "Report", as_json: bool, quiet: bool) -> None:
+    if as_json:
+        import msgspec
+
+        print(msgspec.json.encode(report).decode())
+    elif not quiet:
+        from manyhands.monitor.terminal import summary
+
+        Console().print(summary(report))
+
+
+def _show_pairs(pairs: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print(_json(pairs))
+        return
+    width = max(len(name) for name in pairs)
+    for name, value in pairs.items():
+        text = f"{value:.4f}" if isinstance(value, float) else str(value)
+        print(f"{name:<{width}}  {text}")
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value)

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every exception of manyhands. Each says what happened, where, and what to do.
+
+    ManyhandsError
+    ├── RequestError              the request was wrong; exit code 2
+    │   ├── ConfigError           a setting
+    │   ├── TaskError             the task, or the file that should define it
+    │   ├── RunDirError           a run folder that is missing, taken or of another kind
+    │   ├── CheckpointMismatch    a checkpoint of another model
+    │   └── OptimizerRefused      an optimizer that cannot be shared out
+    ├── TrainError                trouble while running; exit code 1
+    │   ├── LossNotFinite         a loss became NaN or infinite
+    │   ├── UnevenBuffer          a model's buffer that no merge rule fits
+    │   ├── CheckpointDamaged     bytes on disk are not the bytes that were written
+    │   └── Broken                this worker was told to stop waiting
+    ├── RunFailed                 the run is over; carries the verdict; exit code 1
+    └── Interrupted               stopped by a person and saved; exit code 130
+
+Errors cross processes, so the parameters go to `super().__init__` and the sentence is built in
+`__str__`: such an exception survives pickling.
+"""
+
+from collections.abc import Sequence
+
+
+class ManyhandsError(Exception):
+    """Anything manyhands raises on purpose."""
+
+
+class RequestError(ManyhandsError):
+    """What was asked for cannot be done as asked. Exit code 2."""
+
+
+class ConfigError(RequestError):
+    """A setting that is misspelt, of the wrong type, or contradicts another."""
+
+
+class TaskError(RequestError):
+    """The task is incomplete, or the file that should define it does not."""
+
+
+class RunDirError(RequestError):
+    """A run folder that does not exist, exists already, or holds nothing to work with."""
+
+
+class CheckpointMismatch(RequestError):
+    """Weights that belong to another model."""
+
+
+class TrainError(ManyhandsError):
+    """Trouble while running. Exit code 1, with a verdict."""
+
+
+class LossNotFinite(TrainError):
+    def __init__(self, rank: int, step: int, index: int, loss: float, records: Sequence[int]) -> None:
+        super().__init__(rank, step, index, loss, list(records))
+
+    def __str__(self) -> str:
+        _, step, index, loss, records = self.args
+        shown = ", ".join(str(r) for r in records[:32])
+        more = f" and {len(records) - 32} more" if len(records) > 32 else ""
+        return (
+            f"the loss is {loss} at step {step}, micro-batch {index} (records {shown}{more}). "
+            "Look at those records first; otherwise lower the learning rate, set train.clip_norm, "
+            "or check the loss for log(0) and 0/0."
+        )
+
+
+class UnevenBuffer(TrainError):
+    def __init__(self, name: str, step: int) -> None:
+        super().__init__(name, step)
+
+    def __str__(self) -> str:
+        name, step = self.args
+        return (
+            f"the integer buffer '{name}' changed differently in different micro-batches of step "
+            f"{step}, so no value of it is right for all of them. Make it a float buffer (merged by "
+            "weighted mean), or update it outside forward."
+        )
+
+
+class OptimizerRefused(RequestError):
+    """An optimizer whose step cannot be shared between workers."""
+
+
+class CheckpointDamaged(TrainError):
+    """Bytes that were read are not the bytes that were written."""
+
+
+class Broken(TrainError):
+    """This worker was waiting for others and was told that they will not come."""
+
+
+class RunFailed(ManyhandsError):
+    """The run is over and did not succeed. `verdict` is the page for people."""
+
+    def __init__(self, verdict: str) -> None:
+        super().__init__(verdict)
+
+    @property
+    def verdict(self) -> str:
+        return self.args[0]
+
+
+class Interrupted(ManyhandsError):
+    """Stopped by a person. `run` is the folder, `step` the last saved step (None: nothing saved)."""
+
+    def __init__(self, run: str, step: int | None) -> None:
+        super().__init__(run, step)
+
+    def __str__(self) -> str:
+        run, step = self.args
+        if step is None:
+            return f"interrupted before anything was saved; {run} can be deleted"
+        return f"interrupted; step {step} is saved. Continue with: manyhands resume {run}"

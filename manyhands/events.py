@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What happened in a run, as records: one JSON object a line in events.jsonl, oldest first.
+
+The file is what dashboards, resumes and people read later. A line that was cut off by a crash is
+skipped when reading. `time` is seconds since 1970.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag=True):
+    time: float = msgspec.field(default_factory=time.time)
+
+
+class Started(Event):
+    """The driver began (or resumed, when `step` is not 0)."""
+
+    step: int
+    total_steps: int
+    workers: int
+    pid: int
+    host: str
+
+
+class Viewed(Event):
+    """Who is in, since when."""
+
+    generation: int
+    first_step: int
+    members: dict[int, int]
+    """rank → process id"""
+    because: str
+
+
+class Stepped(Event):
+    """Every `log.every_steps` steps. `numbers` are those returned beside the loss."""
+
+    step: int
+    epoch: float
+    loss: float
+    lr: float
+    samples_per_s: float
+    numbers: dict[str, float] = {}
+
+
+class Evaluated(Event):
+    step: int
+    scores: dict[str, float]
+
+
+class Saved(Event):
+    step: int
+    size_bytes: int
+    blocked_s: float
+    """How long training stood still for it (the slowest worker)."""
+
+
+class Deleted(Event):
+    step: int
+    because: str
+
+
+class Warned(Event):
+    """Something a person should know that did not stop the run."""
+
+    text: str
+
+
+class Exited(Event):
+    rank: int
+    pid: int
+    how: str
+
+
+class Finished(Event):
+    step: int
+    because: str
+    fingerprint: str
+    scores: dict[str, float]
+
+
+class Failed(Event):
+    step: int
+    verdict: str
+
+
+class Stopped(Event):
+    """By a person; `step` was saved."""
+
+    step: int
+
+
+AnyEvent = (
+    Started
+    | Viewed
+    | Stepped
+    | Evaluated
+    | Saved
+    | Deleted
+    | Warned
+    | Exited
+    | Finished
+    | Failed
+    | Stopped
+)
+
+
+class EventLog:
+    """Appends to events.jsonl. Each event is one write, so a crash can only cut off the last."""
+
+    def __init__(self, path: Path) -> None:
+        self.file: IO[bytes] = open(path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
+        self.whole = path.stat().st_size == 0 or path.read_bytes()[-1:] == b"\n"
+
+    def write(self, event: AnyEvent) -> None:
+        line = msgspec.json.encode(event) + b"\n"
+        if not self.whole:  # the line before was cut off: do not write into it
+            line, self.whole = b"\n" + line, True
+        # A full disk must not stop the run for the sake of its diary; saving will tell.
+        with suppress(OSError):
+            self.whole = self.file.write(line) == len(line)
+
+    def close(self) -> None:
+        self.file.close()
+
+
+def read_events(path: Path) -> Iterator[AnyEvent]:
+    decoder = msgspec.json.Decoder(AnyEvent)
+    with suppress(FileNotFoundError), open(path, "rb") as file:
+        for line in file:
+            with suppress(msgspec.DecodeError):
+                yield decoder.decode(line)

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The host agent: forks workers from a process that has imported torch and nothing else.
+
+A fork takes 20 ms where a new interpreter needs two seconds to import torch. The agent must never
+run a kernel, user code or a CUDA query itself: a child forked after that can hang. It holds the
+run's memory (memfds it inherited), tells the driver when a worker ends and how, and dies with the
+driver: when the socket to it closes, it kills its workers and goes.
+
+Run as `python -m manyhands.launch.agent SOCKET_FD ENTRY`, where ENTRY names the worker's main.
+"""
+
+import ctypes
+import importlib
+import os
+import selectors
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+
+import msgspec
+
+_PR_SET_PDEATHSIG = 1
+
+
+class Start(msgspec.Struct, frozen=True, tag=True):
+    worker: int
+    orders: bytes
+    log: str
+
+
+class Kill(msgspec.Struct, frozen=True, tag=True):
+    worker: int
+
+
+class Started(msgspec.Struct, frozen=True, tag=True):
+    worker: int
+    pid: int
+
+
+class Exit(msgspec.Struct, frozen=True, tag=True):
+    """`code` as in subprocess: negative is the signal that ended it."""
+
+    worker: int
+    pid: int
+    code: int
+
+
+class Unable(msgspec.Struct, frozen=True, tag=True):
+    """The agent could not even get ready."""
+
+    text: str
+
+
+ToAgent = Start | Kill
+FromAgent = Started | Exit | Unable
+
+encode = msgspec.msgpack.Encoder().encode
+decode_to_agent = msgspec.msgpack.Decoder(ToAgent).decode
+decode_from_agent = msgspec.msgpack.Decoder(FromAgent).decode
+
+MAX_MESSAGE = 1 << 20
+
+
+def die_with_parent() -> None:
+    """Linux: be killed when the thread that started this process ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+class Agent:
+    def __init__(self, channel: socket.socket, entry: Callable[[bytes], int]) -> None:
+        self.channel, self.entry = channel, entry
+        self.selector = selectors.DefaultSelector()
+        self.selector.register(channel, selectors.EVENT_READ)
+        self.pids: dict[int, int] = {}
+        """worker → process"""
+
+    def serve(self) -> None:
+        """Until the driver hangs up."""
+        try:
+            while True:
+                for key, _ in self.selector.select():
+                    if key.fileobj is not self.channel:
+                        self._reap(key.data)
+                        continue
+                    data = self.channel.recv(MAX_MESSAGE)
+                    if not data:
+                        return
+                    self._obey(decode_to_agent(data))
+        finally:
+            for worker in list(self.pids):
+                self._kill(worker)
+
+    def _obey(self, order: ToAgent) -> None:
+        match order:
+            case Start():
+                pid = os.fork()
+                if pid == 0:
+                    self._become_worker(order)
+                self.pids[order.worker] = pid
+                self.selector.register(os.pidfd_open(pid), selectors.EVENT_READ, order.worker)
+                self._tell(Started(order.worker, pid))
+            case Kill():
+                self._kill(order.worker)
+
+    def _kill(self, worker: int) -> None:
+        """The worker and whatever it started."""
+        pid = self.pids.get(worker)
+        if pid is not None:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)
+
+    def _reap(self, worker: int) -> None:
+        pid = self.pids[worker]
+        for key in list(self.selector.get_map().values()):
+            if key.data == worker and key.fileobj is not self.channel:
+                self.selector.unregister(key.fileobj)
+                os.close(key.fd)
+        _, status = os.waitpid(pid, 0)
+        self._kill(worker)  # processes that the worker itself had started
+        del self.pids[worker]
+        self._tell(Exit(worker, pid, os.waitstatus_to_exitcode(status)))
+
+    def _tell(self, message: FromAgent) -> None:
+        with suppress(BrokenPipeError, ConnectionResetError):
+            self.channel.send(encode(message))
+
+    def _become_worker(self, order: Start) -> None:
+        """In the child; never returns."""
+        code = 1
+        try:
+            die_with_parent()
+            os.setpgid(0, 0)
+            self.selector.close()
+            self.channel.close()
+            log = os.open(order.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            nothing = os.open(os.devnull, os.O_RDONLY)
+            for source, target in ((nothing, 0), (log, 1), (log, 2)):
+                os.dup2(source, target)
+            code = self.entry(order.orders)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            with suppress(Exception):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(code)
+
+
+def main() -> None:
+    die_with_parent()
+    if os.getppid() == 1:
+        return
+    channel = socket.socket(fileno=int(sys.argv[1]))
+    module, _, function = sys.argv[2].partition(":")
+    try:
+        import torch  # noqa: F401 (the point of this process)
+
+        entry = getattr(importlib.import_module(module), function)
+    except Exception as error:
+        channel.send(encode(Unable(f"{type(error).__name__}: {error}")))
+        return
+    Agent(channel, entry).serve()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ways to have live workers: processes of this host, or a thread of this process."""
+
+import os
+import queue
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+
+from manyhands.errors import RequestError
+from manyhands.launch.agent import (
+    MAX_MESSAGE,
+    Exit,
+    Kill,
+    Start,
+    Started,
+    Unable,
+    decode_from_agent,
+    encode,
+)
+from manyhands.world import Machine, agent_environment, machine
+
+Sign = Started | Exit
+
+RESERVED_BYTES = 1 << 42
+"""The (sparse) size of a shared segment; only pages that are written to take memory."""
+
+
+def create_segments() -> tuple[int, int]:
+    """Memory of the task and of the state: memfds, which vanish with their last holder."""
+    fds = os.memfd_create("manyhands-task"), os.memfd_create("manyhands-state")
+    for fd in fds:
+        os.ftruncate(fd, RESERVED_BYTES)
+    return fds
+
+
+class Launcher(Protocol):
+    """Starts workers and says how they ended. Only the supervisor calls it."""
+
+    fds: tuple[int, int]
+    """Memory that every worker inherits: of the task, and of the shared state."""
+
+    def inventory(self) -> Machine: ...
+
+    def start(self, worker: int, orders: bytes, log: Path) -> None: ...
+
+    def poll(self) -> list[Sign]:
+        """What happened since the last call; never blocks. `fileno()` becomes readable before."""
+        ...
+
+    def fileno(self) -> int: ...
+
+    def stop(self) -> None:
+        """End every worker and see it gone. May be called twice."""
+        ...
+
+
+class Local:
+    """Processes of this host, forked by an agent that is this process's child.
+
+    Constructing it only starts the agent, which then imports torch while the caller does other
+    things; so construct it early.
+    """
+
+    def __init__(self, entry: str, fds: tuple[int, int]) -> None:
+        self.fds = fds
+        self.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.agent = subprocess.Popen(
+            [sys.executable, "-m", "manyhands.launch.agent", str(theirs.fileno()), entry],
+            pass_fds=(theirs.fileno(), *fds),
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is for the driver, which then asks workers to stop
+            env=agent_environment(),
+        )
+        theirs.close()
+        self.channel.setblocking(False)
+        self.alive: dict[int, int] = {}
+
+    def inventory(self) -> Machine:
+        return machine()
+
+    def start(self, worker: int, orders: bytes, log: Path) -> None:
+        self.alive[worker] = 0
+        with suppress(BrokenPipeError, ConnectionResetError):  # poll will tell
+            self.channel.send(encode(Start(worker, orders, str(log.absolute()))))
+
+    def poll(self) -> list[Sign]:
+        signs: list[Sign] = []
+        with suppress(BlockingIOError):
+            while True:
+                data = self.channel.recv(MAX_MESSAGE)
+                if not data:
+                    return signs + self._agent_gone()
+                sign = decode_from_agent(data)
+                if isinstance(sign, Unable):
+                    raise RequestError(f"workers cannot be started: {sign.text}")
+                if isinstance(sign, Started):
+                    self.alive[sign.worker] = sign.pid
+                else:
+                    self.alive.pop(sign.worker, None)
+                signs.append(sign)
+        return signs
+
+    def _agent_gone(self) -> list[Sign]:
+        """Its workers have died with it."""
+        gone: list[Sign] = [Exit(worker, pid, -9) for worker, pid in self.alive.items()]
+        self.alive.clear()
+        return gone
+
+    def fileno(self) -> int:
+        return self.channel.fileno()
+
+    def stop(self) -> None:
+        if self.channel.fileno() < 0:
+            return
+        for worker in list(self.alive):
+            with suppress(OSError):
+                self.channel.send(encode(Kill(worker)))
+        deadline = time.monotonic() + 5
+        while self.alive and time.monotonic() < deadline and self.agent.poll() is None:
+            self.poll()
+            time.sleep(0.005)
+        self.channel.close()  # the agent goes when we hang up
+        try:
+            self.agent.wait(5)
+        except subprocess.TimeoutExpired:
+            self.agent.kill()
+            self.agent.wait()
+
+
+class Inline:
+    """One worker, in a thread of this process: for debuggers and for places without fork."""
+
+    def __init__(self, entry: Callable[[bytes], int], fds: tuple[int, int]) -> None:
+        self.fds, self.entry = fds, entry
+        self.signs: queue.SimpleQueue[Sign] = queue.SimpleQueue()
+        self._event = os.eventfd(0, os.EFD_NONBLOCK)
+        self._thread: threading.Thread | None = None
+
+    def inventory(self) -> Machine:
+        return machine()
+
+    def start(self, worker: int, orders: bytes, log: Path) -> None:
+        if self._thread is not None:
+            raise RequestError("--engine inline runs one worker; use --workers 1.")
+        self._tell(Started(worker, os.getpid()))
+        self._thread = threading.Thread(target=self._work, args=(worker, orders), name="worker")
+        self._thread.start()
+
+    def _work(self, worker: int, orders: bytes) -> None:
+        code = 1
+        try:
+            code = self.entry(orders)
+        finally:
+            self._tell(Exit(worker, os.getpid(), code))
+
+    def _tell(self, sign: Sign) -> None:
+        self.signs.put(sign)
+        os.eventfd_write(self._event, 1)
+
+    def poll(self) -> list[Sign]:
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._event)
+        signs: list[Sign] = []
+        with suppress(queue.Empty):
+            while True:
+                signs.append(self.signs.get_nowait())
+        return signs
+
+    def fileno(self) -> int:
+        return self._event
+
+    def stop(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+            os.close(self._event)

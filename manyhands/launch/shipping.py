@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A task's way from the driver to its workers: functions by value, arrays once, through memory.
+
+The task is pickled by cloudpickle (lambdas, notebook classes and the task file's own module go by
+value). Large tensors and arrays stay outside the pickle, in the memfd that all workers inherit;
+each worker maps them copy-on-write, so the data exists once per host and nobody can spoil it for
+the others. Only processes started by this driver can open that memory.
+
+What cannot be pickled (an open file in a Dataset, say) is loaded again in each worker by running
+the task file there.
+"""
+
+import io
+import mmap
+import os
+import pickle
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import cloudpickle
+import msgspec
+import torch
+from torch import Tensor
+
+from manyhands.errors import TaskError
+from manyhands.task import Loaded, Task, load_task
+
+LARGE_BYTES = 1 << 14
+PAGE = mmap.ALLOCATIONGRANULARITY
+
+
+class Parcel(msgspec.Struct, frozen=True):
+    """What lies where in the memfd. `source` is set when the file must be run instead."""
+
+    pickle_bytes: int = 0
+    stretches: list[tuple[int, int]] = []
+    """(offset, length) of each array"""
+    path: list[str] = []
+    """The driver's sys.path"""
+    source: str | None = None
+
+
+class _Pickler(cloudpickle.Pickler):
+    def reducer_override(self, obj: Any) -> Any:
+        if (
+            type(obj) is Tensor
+            and obj.device.type == "cpu"
+            and obj.layout == torch.strided
+            and not obj.requires_grad
+            and not obj.is_conj()
+            and not obj.is_neg()
+            and obj.numel() * obj.element_size() >= LARGE_BYTES
+        ):
+            flat = obj.contiguous().reshape(-1).view(torch.uint8).numpy()
+            return _tensor, (pickle.PickleBuffer(flat), obj.dtype, tuple(obj.shape))
+        return super().reducer_override(obj)
+
+
+def _tensor(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    return torch.frombuffer(buffer, dtype=dtype).view(shape)
+
+
+def pack(loaded: Loaded, fd: int) -> Parcel:
+    """Write the task to the memfd; returns what `unpack` needs to read it."""
+    modules = _modules_by_value(loaded)
+    for module in modules:
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        stream, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
+        pickler = _Pickler(stream, protocol=5, buffer_callback=buffers.append)
+        pickler.dump(loaded.task)
+    except Exception as error:
+        if loaded.source is None:
+            raise TaskError(
+                f"this task cannot be sent to worker processes: {error}. Define what cannot be "
+                "pickled (open files, locks, connections) inside a function or __getitem__, or "
+                "put the task in a file and use: manyhands train FILE.py"
+            ) from error
+        return Parcel(source=str(loaded.source), path=sys.path)
+    finally:
+        for module in modules:
+            cloudpickle.unregister_pickle_by_value(module)
+    pickled = stream.getbuffer()
+    end = _write(fd, pickled, 0)
+    stretches: list[tuple[int, int]] = []
+    for buffer in buffers:
+        raw = buffer.raw()
+        start = -(-end // PAGE) * PAGE
+        end = _write(fd, raw, start)
+        stretches.append((start, len(raw)))
+    return Parcel(len(pickled), stretches, list(sys.path))
+
+
+def _modules_by_value(loaded: Loaded) -> list[ModuleType]:
+    """The task file's module: workers do not have it (`__main__` goes by value anyway)."""
+    return [loaded.module] if loaded.module is not None else []
+
+
+def _write(fd: int, data: memoryview, offset: int) -> int:
+    while data:
+        written = os.pwrite(fd, data[: 1 << 30], offset)
+        data, offset = data[written:], offset + written
+    return offset
+
+
+def unpack(parcel: Parcel, fd: int) -> Task:
+    """The task, in a worker."""
+    sys.path[:] = parcel.path
+    if parcel.source is not None:
+        return load_task(Path(parcel.source)).task
+    pickled = os.pread(fd, parcel.pickle_bytes, 0)
+    buffers = [_map(fd, offset, length) for offset, length in parcel.stretches]
+    # This pickle was made by our own driver and came through memory only we could open.
+    return pickle.loads(pickled, buffers=buffers)
+
+
+def _map(fd: int, offset: int, length: int) -> memoryview:
+    """Copy-on-write: writable for code that insists, private to this worker."""
+    if length == 0:
+        return memoryview(bytearray())
+    mapped = mmap.mmap(
+        fd, length, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE, offset=offset
+    )
+    return memoryview(mapped)

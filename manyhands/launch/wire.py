@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The control channel: authenticated, encrypted (CURVE) messages between supervisor and workers.
+
+The supervisor makes two key pairs per run. Workers receive theirs, and the supervisor's public
+key, from the process that starts them, never on a command line. A connection with any other key is
+refused before a byte of it is read. It listens on loopback.
+
+In a worker one thread owns the socket: it sends heartbeats, and what arrives is put where the
+training thread looks for it.
+"""
+
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+import msgspec
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+
+from manyhands.errors import Broken
+from manyhands.launch.messages import (
+    FromSupervisor,
+    FromWorker,
+    Reply,
+    Stop,
+    View,
+    decode_from_supervisor,
+    decode_from_worker,
+    encode,
+)
+
+BEAT_S = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """What a worker needs to reach its supervisor."""
+
+    address: str
+    supervisor_public: bytes
+    worker_public: bytes
+    worker_secret: bytes
+
+
+class _OnlyThisKey:
+    """The authenticator's question: may this client speak?"""
+
+    def __init__(self, public: bytes) -> None:
+        self.public = public
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return key == self.public
+
+
+class Switchboard:
+    """The supervisor's end."""
+
+    def __init__(self) -> None:
+        self.context = zmq.Context()
+        public, secret = zmq.curve_keypair()
+        worker_public, worker_secret = zmq.curve_keypair()
+        self.auth = ThreadAuthenticator(self.context)
+        self.auth.start()
+        self.auth.configure_curve_callback(
+            domain="*", credentials_provider=_OnlyThisKey(worker_public)
+        )
+        self.socket: zmq.Socket[bytes] = self.context.socket(zmq.ROUTER)
+        self.socket.curve_server = True
+        self.socket.curve_publickey, self.socket.curve_secretkey = public, secret
+        self.socket.linger = 0
+        port = self.socket.bind_to_random_port("tcp://127.0.0.1")
+        self.keys = Keys(f"tcp://127.0.0.1:{port}", public, worker_public, worker_secret)
+
+    def send(self, worker: int, message: FromSupervisor) -> None:
+        self.socket.send_multipart([_identity(worker), encode(message)])
+
+    def receive(self) -> list[FromWorker]:
+        """What has arrived; never blocks. Garbage is dropped."""
+        messages: list[FromWorker] = []
+        with suppress(zmq.Again):
+            while True:
+                frames = self.socket.recv_multipart(flags=zmq.NOBLOCK)
+                with suppress(msgspec.MsgspecError):
+                    messages.append(decode_from_worker(frames[-1]))
+        return messages
+
+    def close(self) -> None:
+        self.socket.close()
+        self.auth.stop()
+        self.context.term()
+
+
+class Line:
+    """A worker's end. `beat()` is called by the line's thread and gives the next heartbeat."""
+
+    def __init__(self, keys: Keys, worker: int, beat: Callable[[], FromWorker | None]) -> None:
+        self.beat = beat
+        self.context = zmq.Context()
+        self.socket: zmq.Socket[bytes] = self.context.socket(zmq.DEALER)
+        self.socket.identity = _identity(worker)
+        self.socket.curve_serverkey = keys.supervisor_public
+        self.socket.curve_publickey = keys.worker_public
+        self.socket.curve_secretkey = keys.worker_secret
+        self.socket.linger = 5000
+        self.socket.connect(keys.address)
+        self.outgoing: queue.SimpleQueue[FromWorker | None] = queue.SimpleQueue()
+        self.views: queue.SimpleQueue[View] = queue.SimpleQueue()
+        self.replies: dict[str, Reply] = {}
+        self.arrived = threading.Condition()
+        self.commands: list[Stop] = []
+        self.broken = threading.Event()
+        self._wake = os.eventfd(0)
+        self._thread = threading.Thread(target=self._run, name="line", daemon=True)
+        self._thread.start()
+
+    def send(self, message: FromWorker) -> None:
+        self.outgoing.put(message)
+        os.eventfd_write(self._wake, 1)
+
+    def reply(self, round: str) -> Reply:
+        """Wait for the supervisor's reply to a round."""
+        with self.arrived:
+            while round not in self.replies:
+                if self.broken.is_set():
+                    raise Broken(f"waiting for '{round}' was broken off")
+                self.arrived.wait(0.1)
+            return self.replies.pop(round)
+
+    def heard(self) -> int:
+        """The number of the last command that arrived here."""
+        return self.commands[-1].number if self.commands else 0
+
+    def close(self) -> None:
+        """Send what is still waiting, then hang up."""
+        self.outgoing.put(None)
+        os.eventfd_write(self._wake, 1)
+        self._thread.join()
+        self.context.term()
+        os.close(self._wake)
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self.socket, zmq.POLLIN)
+        poller.register(self._wake, zmq.POLLIN)
+        due = time.monotonic() + BEAT_S
+        while True:
+            ready = dict(poller.poll(max(0.0, due - time.monotonic()) * 1000))
+            if self.socket in ready:
+                self._receive()
+            if self._wake in ready:
+                os.eventfd_read(self._wake)
+            if not self._send_waiting():
+                self.socket.close()
+                return
+            if time.monotonic() >= due:
+                due = time.monotonic() + BEAT_S
+                if (beat := self.beat()) is not None:
+                    self.socket.send(encode(beat))
+
+    def _send_waiting(self) -> bool:
+        with suppress(queue.Empty):
+            while True:
+                message = self.outgoing.get_nowait()
+                if message is None:
+                    return False
+                self.socket.send(encode(message))
+        return True
+
+    def _receive(self) -> None:
+        with suppress(zmq.Again):
+            while True:
+                message = decode_from_supervisor(self.socket.recv(flags=zmq.NOBLOCK))
+                match message:
+                    case View():
+                        self.views.put(message)
+                    case Reply():
+                        with self.arrived:
+                            self.replies[message.round] = message
+                            self.arrived.notify_all()
+                    case Stop():
+                        self.commands.append(message)
+
+
+def _identity(worker: int) -> bytes:
+    return f"worker-{worker}".encode()

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Machine + config + wishes → Plan: how many workers, which way bytes move, how many steps.
+
+Pure. Every choice carries its reason; what cannot work is refused with what would.
+"""
+
+from typing import Any
+
+import msgspec
+
+from manyhands.config import TrainConfig
+from manyhands.deal import cut_sizes, steps_per_epoch
+from manyhands.errors import ConfigError
+from manyhands.world import Machine
+
+
+class Choice(msgspec.Struct, frozen=True):
+    value: Any
+    because: str
+
+    def __str__(self) -> str:
+        return f"{self.value} ({self.because})"
+
+
+class Plan(msgspec.Struct, frozen=True):
+    workers: Choice
+    collective: Choice
+    steps: Choice
+    micro_batches: Choice
+    records: int
+    steps_per_epoch: int
+
+    def lines(self) -> list[str]:
+        named = (
+            ("workers", self.workers),
+            ("collective", self.collective),
+            ("steps", self.steps),
+            ("micro-batches", self.micro_batches),
+        )
+        return [f"{name}: {choice}" for name, choice in named]
+
+
+def plan(train: TrainConfig, machine: Machine, *, workers: int | None, records: int) -> Plan:
+    return Plan(
+        workers=_workers(train, machine, workers),
+        collective=_collective(train),
+        steps=_steps(train, records),
+        micro_batches=_micro_batches(train, records),
+        records=records,
+        steps_per_epoch=steps_per_epoch(records, train.batch),
+    )
+
+
+def _workers(train: TrainConfig, machine: Machine, asked: int | None) -> Choice:
+    most = train.micro_batches
+    if train.sync == "alone":
+        if asked not in (None, 1):
+            raise ConfigError(f'train.sync = "alone" is one worker; {asked} were asked for.')
+        return Choice(1, "train.sync is alone")
+    if asked is None:
+        cores = max(1, machine.cores // train.threads)
+        return Choice(
+            min(cores, most), f"the smaller of {cores} usable cores and {most} micro-batches"
+        )
+    if asked < 1:
+        raise ConfigError(f"--workers must be at least 1, got {asked}.")
+    if asked > most:
+        smaller = train.batch // asked
+        cure = f"train.micro_batch to {smaller} or less" if smaller else "train.batch larger"
+        raise ConfigError(
+            f"{asked} workers, but a step has only {most} micro-batches (train.batch "
+            f"{train.batch} / train.micro_batch {train.micro_batch_size}), so some would have "
+            f"nothing to do. Use --workers {most}, or set {cure}."
+        )
+    return Choice(asked, "as asked")
+
+
+def _collective(train: TrainConfig) -> Choice:
+    if train.sync == "alone":
+        return Choice("none", "one worker has nobody to talk to")
+    if train.collective != "auto":
+        return Choice(train.collective, "as asked")
+    if train.device == "cuda":
+        return Choice("nccl", "the workers are on GPUs")
+    return Choice("shared", "all workers are on one host and share its memory")
+
+
+def _steps(train: TrainConfig, records: int) -> Choice:
+    if train.steps is not None:
+        return Choice(train.steps, "as asked")
+    epochs = train.epochs or 1
+    per_epoch = steps_per_epoch(records, train.batch)
+    return Choice(epochs * per_epoch, f"{epochs} epochs of {per_epoch} batches of {train.batch}")
+
+
+def _micro_batches(train: TrainConfig, records: int) -> Choice:
+    sizes = cut_sizes(min(records, train.batch), train.micro_batch_size)
+    how = "as asked" if train.micro_batch else "an eighth of the batch where that is whole"
+    return Choice(len(sizes), f"of {train.micro_batch_size} records each, {how}")

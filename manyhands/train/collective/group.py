@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Workers with memory of their own, over torch.distributed: gloo on CPUs, NCCL on GPUs.
+
+Every worker holds all weights and updates the stretch it owns. Subtree sums travel point to point
+(each worker sends every other the stretch that one owns), and so do the new weights: as many bytes
+as a ring allreduce moves. Gloo neither authenticates nor encrypts; here it listens on loopback.
+
+NCCL takes the same path with device tensors. It is written and has not been tried.
+"""
+
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from manyhands.errors import Broken
+from manyhands.train.collective.contract import Bounds, Bytes, Lanes, Sizes, stretch
+from manyhands.train.memory import Memory
+from manyhands.world import World
+
+
+class Group:
+    def __init__(
+        self,
+        world: World,
+        sizes: Sizes,
+        *,
+        backend: str,
+        rendezvous: Path,
+        device: torch.device,
+        timeout_s: float = 1800,
+    ) -> None:
+        self.world, self.device = world, device
+        store = dist.FileStore(str(rendezvous), world.num_ranks)
+        options = None
+        if backend == "gloo":
+            options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportPrivateUsage]
+            local = dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
+            options._devices = [local]  # pyright: ignore[reportPrivateUsage]
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=world.rank,
+            world_size=world.num_ranks,
+            timeout=timedelta(seconds=timeout_s),
+            pg_options=options,
+        )
+        memory = Memory(None)  # untouched slots take no memory
+
+        def slot(dtype: torch.dtype, size: int) -> Tensor:
+            if device.type == "cpu":
+                return memory.tensor(size, dtype=dtype)
+            return torch.zeros(size, dtype=dtype, device=device)
+
+        self.slots: Sequence[Lanes] = [
+            {dtype: slot(dtype, size) for dtype, size in sizes.lanes.items()}
+            for _ in range(sizes.slots if device.type == "cpu" else min(sizes.slots, 4))
+        ]
+        self._received: dict[tuple[int, int, torch.dtype], Tensor] = {}
+
+    def gather(self, mine: Bytes) -> list[Bytes]:
+        sent = torch.from_numpy(mine).to(self.device)
+        everyone = torch.empty(self.world.num_ranks * len(mine), dtype=torch.uint8)
+        everyone = everyone.to(self.device)
+        with _broken_by_peers():
+            dist.all_gather_single(everyone, sent)
+        return [row.numpy() for row in everyone.cpu().view(self.world.num_ranks, len(mine))]
+
+    def exchange(self, counts: Sequence[int], owned: Sequence[Bounds]) -> list[list[Lanes]]:
+        me, mine = self.world.rank, owned[self.world.rank]
+        parts: list[list[Lanes]] = []
+        sends: list[tuple[Tensor, int]] = []
+        receives: list[tuple[Tensor, int]] = []
+        for rank, count in enumerate(counts):
+            if rank == me:
+                parts.append([stretch(slot, mine) for slot in self.slots[:count]])
+                continue
+            for slot in self.slots[: counts[me]]:
+                sends += [(t, rank) for t in stretch(slot, owned[rank]).values()]
+            theirs = [{d: self._room(rank, k, d, *mine[d]) for d in mine} for k in range(count)]
+            receives += [(t, rank) for lanes in theirs for t in lanes.values()]
+            parts.append(theirs)
+        self._move(sends, receives)
+        return parts
+
+    def share(self, weights: Lanes, owned: Sequence[Bounds]) -> None:
+        me = self.world.rank
+        others = [rank for rank in range(self.world.num_ranks) if rank != me]
+        mine = stretch(weights, owned[me])
+        self._move(
+            [(tensor, rank) for rank in others for tensor in mine.values()],
+            [(tensor, rank) for rank in others for tensor in stretch(weights, owned[rank]).values()],
+        )
+
+    def abort(self) -> None:
+        """Nothing to wake: a killed peer raises at once here, and the supervisor ends the rest."""
+
+    def close(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _room(self, rank: int, k: int, dtype: torch.dtype, start: int, stop: int) -> Tensor:
+        key = (rank, k, dtype)
+        if key not in self._received or len(self._received[key]) != stop - start:
+            self._received[key] = torch.empty(stop - start, dtype=dtype, device=self.device)
+        return self._received[key]
+
+    def _move(self, sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]]) -> None:
+        operations = [dist.P2POp(dist.isend, t, rank) for t, rank in sends if t.numel()]
+        operations += [dist.P2POp(dist.irecv, t, rank) for t, rank in receives if t.numel()]
+        if not operations:
+            return
+        with _broken_by_peers():
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()
+
+
+class _broken_by_peers:  # noqa: N801 (reads as a statement)
+    """A lost connection is a symptom; the supervisor knows the cause."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, RuntimeError):
+            raise Broken(f"the exchange with other workers failed: {error}") from error

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Waiting for each other through shared memory, without a lock that a dead process could hold.
+
+Each worker owns one sequence word, which only it writes and which only grows. Waiting means: until
+every word has reached a number. A waiter sleeps in the kernel (futex) on the word of one laggard,
+never longer than NAP_S, and then asks `broken` whether it should give up: a killed worker can
+delay the others by a nap, never for ever.
+"""
+
+import ctypes
+import errno
+import os
+import platform
+import time
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from manyhands.errors import Broken, RequestError
+
+NAP_S = 0.02
+SPIN_S = 50e-6
+STRIDE = 16
+"""Words lie 64 bytes apart, so that writing one does not slow down the readers of another."""
+
+_SYSCALL = {"x86_64": 202, "aarch64": 98}
+_FUTEX_WAIT, _FUTEX_WAKE = 0, 1
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = [("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long)]
+
+
+_NAP = _Timespec(0, int(NAP_S * 1e9))
+
+
+class Words:
+    def __init__(
+        self, words: NDArray[np.uint32], rank: int, *, spin: bool, broken: Callable[[], bool]
+    ) -> None:
+        if platform.machine() not in _SYSCALL:
+            raise RequestError(
+                f"shared memory between workers is not built for {platform.machine()}. "
+                "Use --set train.collective=gloo."
+            )
+        self.words, self.rank, self.broken = words[::STRIDE], rank, broken
+        self.base = words.ctypes.data
+        self.sequence = int(self.words[rank])
+        self.spin_s = SPIN_S if spin else 0.0
+        self.others = [r for r in range(len(self.words)) if r != rank]
+        self._futex = _libc.syscall
+        self._number = _SYSCALL[platform.machine()]
+
+    def arrive(self) -> None:
+        """Everything this worker wrote before is visible to whoever sees the word grow."""
+        self.sequence += 1
+        self.words[self.rank] = self.sequence
+        if self.others:
+            self._futex(self._number, self._address(self.rank), _FUTEX_WAKE, 2**31 - 1, None)
+
+    def wait(self) -> None:
+        """Until every worker has arrived as often as this one."""
+        for rank in self.others:
+            if self.words[rank] < self.sequence:
+                self._wait_for(rank)
+
+    def _wait_for(self, rank: int) -> None:
+        started = time.perf_counter()
+        while time.perf_counter() - started < self.spin_s:
+            if self.words[rank] >= self.sequence:
+                return
+        while (seen := int(self.words[rank])) < self.sequence:
+            if self.broken():
+                raise Broken(f"waiting for rank {rank} was broken off")
+            result = self._futex(
+                self._number, self._address(rank), _FUTEX_WAIT, seen, ctypes.byref(_NAP)
+            )
+            if result != 0:
+                number = ctypes.get_errno()
+                if number not in (errno.EAGAIN, errno.ETIMEDOUT, errno.EINTR):
+                    raise OSError(number, os.strerror(number))
+
+    def _address(self, rank: int) -> ctypes.c_void_p:
+        return ctypes.c_void_p(self.base + rank * STRIDE * 4)

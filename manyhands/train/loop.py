@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loop. Every worker runs this same function; read it first.
+
+No feature adds an `if` here: how workers agree is the strategy's (`sync`), and saving, evaluating,
+logging and stopping are hooks.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol
+
+from manyhands.deal import Cut, MicroBatch
+from manyhands.train.leaf import LossFn
+from manyhands.train.state import Replica
+from manyhands.train.sync.contract import StepFacts, Sync
+
+
+class Feed(Protocol):
+    """Where micro-batches come from: any of any step, the same ones every time."""
+
+    def cut(self, step: int) -> Cut: ...
+    def micro_batches(self, step: Cut, indices: Iterable[int]) -> Iterator[MicroBatch]: ...
+
+
+Hook = Callable[[Replica, StepFacts], bool | None]
+"""Called after every step, on every worker; returns True to end training."""
+
+
+def train(
+    replica: Replica, feed: Feed, sync: Sync, loss: LossFn, *, steps: int, hooks: Sequence[Hook]
+) -> None:
+    """Train until `steps`, or until a hook says that this is enough."""
+    while replica.step < steps:
+        cut = feed.cut(replica.step)
+        micro_batches = feed.micro_batches(cut, sync.indices(cut))
+        facts = sync.backward(cut, micro_batches, loss)
+        sync.step()
+        replica.advance_schedule()
+        replica.step += 1
+        if any([hook(replica, facts) for hook in hooks]):  # a list: every hook is called
+            return
+
+
+class Every:
+    """A hook that acts after every `steps` steps."""
+
+    def __init__(self, steps: int, hook: Hook) -> None:
+        self.steps, self.hook = steps, hook
+
+    def __call__(self, replica: Replica, facts: StepFacts) -> bool | None:
+        return self.hook(replica, facts) if replica.step % self.steps == 0 else None
+

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One worker and nobody to agree with: plain PyTorch, written to be obviously right.
+
+It is the reference that the other strategies are tested against. It keeps every micro-batch's
+gradient until the step, so it uses M times the gradient's memory.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from manyhands.deal import Cut, MicroBatch, Node
+from manyhands.errors import LossNotFinite
+from manyhands.train.buffers import Row
+from manyhands.train.clip import block_norms, coefficient, torch_coefficient
+from manyhands.train.layout import BLOCK, share_out
+from manyhands.train.leaf import Leaf, LossFn, compute
+from manyhands.train.memory import Memory
+from manyhands.train.optim import Entry, SharedOut, how_to_cut
+from manyhands.train.state import Replica
+from manyhands.train.sync.canonical import finish
+from manyhands.train.sync.contract import StepFacts
+
+
+class Alone:
+    def __init__(
+        self,
+        replica: Replica,
+        *,
+        micro_batches: int,
+        seed: int,
+        precision: str,
+        clip_norm: float | None,
+        heard: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self.heard = heard
+        self.replica, self.micro_batches = replica, micro_batches
+        self.seed, self.precision, self.clip_norm = seed, precision, clip_norm
+        how_to_cut(replica.optimizer)  # refuses what cannot be done
+        (spans,) = share_out(replica.layout, 1, cut="nowhere")
+        self.state = SharedOut(
+            replica.optimizer,
+            replica.parameters,
+            replica.layout,
+            replica.weights,
+            spans,
+            "nowhere",
+            Memory(None),
+        )
+        self._gradients: list[dict[str, Tensor]] = []
+        self._leaves: list[Leaf] = []
+        self._rows: list[Row] = []
+        self._outcomes: list[dict[str, Tensor]] = []
+        self._shares: list[float] = []
+
+    def setup(self) -> None:
+        self.replica.publish()
+        self.replica.adopt()
+
+    def indices(self, cut: Cut) -> range:
+        return range(len(cut.sizes))
+
+    def backward(self, cut: Cut, micro_batches: Iterable[MicroBatch], loss: LossFn) -> StepFacts:
+        replica = self.replica
+        for cleared in (self._gradients, self._leaves, self._rows, self._outcomes, self._shares):
+            cleared.clear()
+        for micro_batch in micro_batches:
+            replica.buffers.begin(alone=len(cut.sizes) == 1)
+            leaf = compute(
+                replica.model, micro_batch, loss, seed=self.seed, precision=self.precision
+            )
+            if not math.isfinite(leaf.loss):
+                raise LossNotFinite(0, cut.step, micro_batch.index, leaf.loss, ())
+            row = np.zeros(replica.buffers.row_width)
+            replica.buffers.end(row)
+            self._rows.append(row)
+            self._outcomes.append(replica.buffers.outcome())
+            self._leaves.append(leaf)
+            self._shares.append(micro_batch.share)
+            self._gradients.append(self._take_gradients())
+        return self._facts(cut)
+
+    def _take_gradients(self) -> dict[str, Tensor]:
+        taken: dict[str, Tensor] = {}
+        for name, parameter in self.replica.parameters.items():
+            if parameter.grad is not None:
+                grad = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+                same = grad.stride() == parameter.stride()
+                taken[name] = grad if same else torch.empty_like(parameter).copy_(grad).detach()
+                parameter.grad = None
+        return taken
+
+    def _facts(self, cut: Cut) -> StepFacts:
+        scales = self._scales()
+        total = sum(scales)
+        names = sorted({name for leaf in self._leaves for name in leaf.numbers})
+        pairs = list(zip(self._leaves, scales, strict=True))
+        numbers = {n: sum(x.numbers.get(n, 0.0) * w for x, w in pairs) / total for n in names}
+        loss = sum(leaf.loss * w for leaf, w in pairs) / total
+        return StepFacts(loss, sum(cut.sizes), self.heard(), numbers)
+
+    def _scales(self) -> list[float]:
+        weights = [leaf.weight for leaf in self._leaves]
+        return [s if w is None else w for w, s in zip(weights, self._shares, strict=True)]
+
+    def step(self) -> None:
+        replica = self.replica
+        leaves = len(self._leaves)
+        weighted = self._leaves[0].weight is not None
+        total = sum(self._scales())
+        for name, parameter in replica.parameters.items():
+            found = [g.get(name) for g in self._gradients]
+            some = next((g for g in found if g is not None), None)
+            if some is None:
+                continue
+            filled = [g if g is not None else some.new_zeros(some.shape) for g in found]
+            parts = [(Node(i, 0), gradient) for i, gradient in enumerate(filled)]
+            parameter.grad = finish(parts, leaves, lambda a, b: a + b)
+            if weighted:
+                parameter.grad /= total
+        self._clip()
+        replica.optimizer.step()
+        replica.optimizer.zero_grad()
+        self._commit_buffers()
+
+    def _clip(self) -> None:
+        if self.clip_norm is None:
+            return
+        order = (self.replica.parameters[p.name].grad for p in self.replica.layout.trainable)
+        gradients = [g for g in order if g is not None]
+        if self.micro_batches == 1:
+            factor = torch_coefficient(gradients, self.clip_norm)
+        else:
+            pieces = [b for g in gradients for b in _in_memory_order(g).split(BLOCK)]
+            factor = coefficient(block_norms(pieces), self.clip_norm)
+        for gradient in gradients:
+            gradient.mul_(factor)
+
+    def _commit_buffers(self) -> None:
+        buffers, rows = self.replica.buffers, np.stack(self._rows)
+        if len(rows) == 1:
+            buffers.commit_alone()
+            return
+        buffers.commit_norms(rows)
+        if changed := {piece.name for piece in buffers.changed(rows)}:
+            outcomes = [{k: v for k, v in o.items() if k in changed} for o in self._outcomes]
+            buffers.commit_others(self.replica.step, outcomes, self._shares)
+
+    def optimizer_state(self) -> Iterable[Entry]:
+        return self.state.entries()
+
+    def load_optimizer_state(self, entries: Iterable[Entry]) -> None:
+        self.state.load(entries)
+
+    def close(self) -> None: ...
+
+
+def _in_memory_order(gradient: Tensor) -> Tensor:
+    """All elements as one vector, in the order in which they lie in memory."""
+    order = sorted(range(gradient.dim()), key=gradient.stride, reverse=True)
+    return gradient.permute(order).reshape(-1)

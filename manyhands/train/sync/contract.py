@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How workers come to agree on one set of weights."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from manyhands.deal import Cut, MicroBatch
+from manyhands.train.leaf import LossFn
+from manyhands.train.optim import Entry
+
+
+@dataclass(frozen=True, slots=True)
+class StepFacts:
+    """What all workers know about a step once its gradients are in place; equal on all of them."""
+
+    loss: float
+    records: int
+    agreed: int
+    """Number of the last command that every worker has heard."""
+    numbers: Mapping[str, float] = field(default_factory=dict[str, float])
+
+
+class Sync(Protocol):
+    """The loop calls `backward` and `step` once per optimizer step, in that order, on every worker.
+
+    `setup` comes first, once. When `step` returns, this worker may read the new weights; whether
+    the others are at the same step is the strategy's promise, and its docstring says which.
+    """
+
+    def setup(self) -> None:
+        """Start from what the replica's model holds; on return every worker has the same weights."""
+        ...
+
+    def indices(self, cut: Cut) -> range:
+        """Which micro-batches of a step are this worker's."""
+        ...
+
+    def backward(self, cut: Cut, micro_batches: Iterable[MicroBatch], loss: LossFn) -> StepFacts:
+        """Compute this worker's micro-batches (in index order) and learn the step's facts."""
+        ...
+
+    def step(self) -> None:
+        """Finish the gradient and update the weights and buffers."""
+        ...
+
+    def optimizer_state(self) -> Iterable[Entry]:
+        """The part of the optimizer's state that this worker holds."""
+        ...
+
+    def load_optimizer_state(self, entries: Iterable[Entry]) -> None: ...
+
+    def close(self) -> None: ...

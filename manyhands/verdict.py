@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""After a failure, one page: who failed, at which step, why, and what to do about it."""
+
+from typing import Protocol
+
+import msgspec
+
+
+class CauseLike(Protocol):
+    """What membership decided was the first cause."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def pid(self) -> int: ...
+    @property
+    def host(self) -> str: ...
+    @property
+    def step(self) -> int: ...
+    @property
+    def what(self) -> str: ...
+    @property
+    def detail(self) -> str: ...
+    @property
+    def advice(self) -> str: ...
+    @property
+    def noticed_by(self) -> str: ...
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    run: str
+    rank: int
+    pid: int
+    host: str
+    step: int
+    what: str
+    detail: str
+    advice: str
+    noticed_by: str
+    log: str
+    saved: int | None
+    """The newest committed step."""
+
+    @classmethod
+    def of(cls, cause: CauseLike, *, run: str, log: str, saved: int | None) -> "Verdict":
+        return cls(
+            run=run,
+            rank=cause.rank,
+            pid=cause.pid,
+            host=cause.host,
+            step=cause.step,
+            what=cause.what,
+            detail=cause.detail,
+            advice=cause.advice,
+            noticed_by=cause.noticed_by,
+            log=log,
+            saved=saved,
+        )
+
+    def page(self) -> str:
+        """For a terminal; the most important line first."""
+        lines = [f"The run failed at step {self.step}, on rank {self.rank}: {self.what}"]
+        if self.detail:
+            lines += ["", self.detail]
+        lines += ["", f"  process   {self.pid} on {self.host}; {self.noticed_by}"]
+        lines.append(f"  log       {self.log}")
+        if self.advice:
+            lines.append(f"  advice    {self.advice}")
+        if self.saved is not None:
+            lines.append(f"  saved     step {self.saved}; continue: manyhands resume {self.run}")
+        else:
+            lines.append("  saved     nothing; a [checkpoint] section with every_steps saves on the way")
+        return "\n".join(lines)

@@ -1,0 +1,431 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One hand: join, build, restore, train, save, report. The story of a worker process.
+
+A worker is started with `Orders`, says hello to the supervisor, and gets its place in a view. All
+it does from then on is the loop (`train.loop`) with a few hooks. Whatever goes wrong is reported
+as `Trouble` before it ends, with the user's own frames on top.
+"""
+
+import dataclasses
+import errno
+import math
+import os
+import traceback
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import torch
+
+from manyhands import errors
+from manyhands.checkpoint import files
+from manyhands.checkpoint.saver import Saver
+from manyhands.checkpoint.storage import FileRecord, Folder
+from manyhands.checkpoint.tensors import decode
+from manyhands.config import RunConfig
+from manyhands.data.feed import Feed, held_out_batches, on_device
+from manyhands.data.records import Records, open_data
+from manyhands.deal import Cut, MicroBatch, steps_per_epoch
+from manyhands.launch import shipping
+from manyhands.launch.messages import (
+    Hello,
+    Left,
+    Part,
+    SavedFile,
+    Scored,
+    Trouble,
+    View,
+    Written,
+)
+from manyhands.launch.pulse import Pulse
+from manyhands.launch.wire import Keys, Line
+from manyhands.rundir import RunDir
+from manyhands.task import Task, user_traceback
+from manyhands.testing.faults import FaultPlan
+from manyhands.train import leaf, loop
+from manyhands.train.collective.contract import Collective, Sizes
+from manyhands.train.collective.group import Group
+from manyhands.train.collective.shared import Shared
+from manyhands.train.memory import Memory
+from manyhands.train.optim import (
+    Entry,
+    groups_from_json,
+    groups_to_json,
+    restore_schedule,
+    schedule_to_json,
+)
+from manyhands.train.seeds import seed_everything
+from manyhands.train.state import Replica, build_model
+from manyhands.train.sync.allreduce import AllReduce
+from manyhands.train.sync.alone import Alone
+from manyhands.train.sync.contract import StepFacts, Sync
+from manyhands.world import World, machine, peak_memory_bytes, usable_cores
+
+if TYPE_CHECKING:
+    from manyhands.evaluate import scores
+
+
+class Orders(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything a worker needs to know before it can ask."""
+
+    worker: int
+    keys: Keys
+    run: str
+    config: RunConfig
+    collective: str
+    parcel: shipping.Parcel
+    task_fd: int
+    state_fd: int
+    steps: int
+    resume: int | None = None
+    """The committed step to continue from."""
+    start_from: str | None = None
+    """A safetensors file to take the first weights from."""
+    log_every: int = 10
+    faults: FaultPlan = FaultPlan()
+
+
+def main(orders: bytes) -> int:
+    """The worker's life; returns its exit code."""
+    hand = Hand(msgspec.msgpack.decode(orders, type=Orders))
+    try:
+        hand.work()
+        return 0
+    except BaseException as error:
+        traceback.print_exc()  # the whole of it, in the worker's log
+        hand.report(error)
+        return 1
+    finally:
+        hand.line.close()
+
+
+class Hand:
+    def __init__(self, orders: Orders) -> None:
+        self.orders, self.config = orders, orders.config
+        self.run = RunDir(Path(orders.run))
+        self.pulse = Pulse(orders.worker, log_every=orders.log_every)
+        self.line = Line(orders.keys, orders.worker, self.pulse.beat)
+        self.saver = Saver(Folder(self.run), self._tell_written)
+        self.because = "all steps are done"
+        self.scored_at = self.saved_at = -1
+
+    def work(self) -> None:
+        torch.set_num_threads(self.config.train.threads)
+        self.join()
+        self.build()
+        self.restore()
+        self.sync.setup()
+        loop.train(
+            self.replica,
+            self.feed,
+            self.sync,
+            self.loss,
+            steps=self.orders.steps,
+            hooks=self.hooks(),
+        )
+        self.finish()
+
+    # ---- join
+
+    def join(self) -> None:
+        """Say hello and wait for a place."""
+        orders, host = self.orders, machine().host
+        self.line.send(Hello(worker=orders.worker, pid=os.getpid(), host=host))
+        self.task: Task = shipping.unpack(orders.parcel, orders.task_fd)
+        self.view: View = self.line.views.get()
+        rank = self.view.rank_of(orders.worker)
+        self.world = World(rank, len(self.view.members))
+        self.pulse.leads = self.world.leads
+
+    # ---- build
+
+    def build(self) -> None:
+        """Model, optimizer, data and the strategy, each from the task and nothing else."""
+        train, task = self.config.train, self.task
+        assert task.loss is not None and task.optimizer is not None
+        self.loss: leaf.LossFn = task.loss
+        self.device = self._device()
+        self.memory = Memory(self.orders.state_fd if self.orders.collective == "shared" else None)
+        seed_everything(train.seed, "model")
+        model = build_model(task.model).to(self.device).train()
+        optimizer = task.optimizer(model)
+        schedule = task.schedule(optimizer) if task.schedule else None
+        self.replica = Replica(model, optimizer, schedule, self.memory, self.device)
+        records, self.held_out = open_data(task.data, task.held_out)
+        self.feed = WatchedFeed(self._feed(records), self)
+        self.sync: Sync = self._strategy()
+
+    def _feed(self, records: Records) -> Feed:
+        train = self.config.train
+        return Feed(
+            records,
+            seed=train.seed,
+            batch=train.batch,
+            micro_batch=train.micro_batch_size,
+            seeder=seed_everything,
+        )
+
+    def _device(self) -> torch.device:
+        if self.config.train.device == "cpu":
+            return torch.device("cpu")
+        if not torch.cuda.is_available():
+            raise errors.ConfigError('train.device = "cuda", but torch sees no GPU here.')
+        device = torch.device("cuda", self.world.rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        return device
+
+    def _strategy(self) -> Sync:
+        train = self.config.train
+        if train.sync == "alone":
+            return Alone(
+                self.replica,
+                micro_batches=train.micro_batches,
+                seed=train.seed,
+                precision=train.precision,
+                clip_norm=train.clip_norm,
+                heard=self.line.heard,
+            )
+        return AllReduce(
+            self.replica,
+            self.world,
+            self.memory,
+            self._collective,
+            micro_batches=train.micro_batches,
+            speeds=tuple(self.view.speeds),
+            seed=train.seed,
+            precision=train.precision,
+            clip_norm=train.clip_norm,
+            heard=self.line.heard,
+        )
+
+    def _collective(self, sizes: Sizes) -> Collective:
+        if self.orders.collective == "shared":
+            # Spinning is for workers that have a core to themselves.
+            spin = self.world.num_ranks * self.config.train.threads <= usable_cores()
+            broken = self.line.broken.is_set
+            return Shared(self.world, self.memory, sizes, spin=spin, broken=broken)
+        meeting = self.run.root / f".rendezvous-{self.view.generation}"
+        return Group(
+            self.world,
+            sizes,
+            backend=self.orders.collective,
+            rendezvous=meeting,
+            device=self.device,
+        )
+
+    # ---- restore
+
+    def restore(self) -> None:
+        """Weights of another run, or everything of a committed step of this one."""
+        if self.orders.resume is None:
+            if self.orders.start_from is not None:
+                tensors, _ = decode(Path(self.orders.start_from))
+                self.replica.load(tensors, where=self.orders.start_from)
+            return
+        folder = self.run.step(self.orders.resume)
+        self.replica.load(files.read_model(folder), where=str(folder))
+        passing, state = files.read_state(folder)
+        self.replica.buffers.load(passing)
+        kind = type(self.replica.optimizer).__name__
+        if state["optimizer"] != kind:
+            raise errors.CheckpointMismatch(
+                f"{folder} was saved with {state['optimizer']}, the task now uses {kind}. "
+                "To keep the weights only, start a new run with train.start_from."
+            )
+        groups_from_json(self.replica.optimizer, state["groups"])
+        if self.replica.schedule is not None:
+            restore_schedule(
+                self.replica.schedule, state["schedule"], state["step"], self.replica.optimizer
+            )
+        self.sync.load_optimizer_state(Entry(*e) for e in files.read_optimizer(folder))
+        self.replica.step = self.saved_at = self.pulse.step = state["step"]
+
+    # ---- train
+
+    def hooks(self) -> list[loop.Hook]:
+        chosen: list[loop.Hook] = [self._log]
+        evaluate, checkpoint = self.config.evaluate, self.config.checkpoint
+        if evaluate is not None and self.held_out is not None:
+            every = evaluate.every_steps or self.feed.steps_per_epoch
+            chosen.append(loop.Every(every, self._evaluate))
+        if checkpoint is not None:
+            chosen.append(loop.Every(checkpoint.every_steps, self._save))
+        chosen.append(self._stop_when_asked)
+        return chosen
+
+    def _log(self, replica: Replica, facts: StepFacts) -> None:
+        self.saver.check()
+        epoch = self.feed.epochs_done(replica.step)
+        lr = float(replica.optimizer.param_groups[0].get("lr", math.nan))
+        self.pulse.stepped(
+            replica.step, epoch, facts.loss, lr, facts.records, dict(facts.numbers)
+        )
+
+    def _evaluate(self, replica: Replica, facts: StepFacts | None = None) -> bool:
+        """Score the held-out records together; True when the supervisor says to stop."""
+        from manyhands.evaluate import scores  # torchmetrics takes a second to import
+
+        assert self.held_out is not None
+        evaluation = evaluation_of(self.task, self.config)
+        size = evaluation_batch(self.config)
+        count = math.ceil(len(self.held_out) / size)
+        rank, ranks = self.world.rank, self.world.num_ranks
+        mine = range(count * rank // ranks, count * (rank + 1) // ranks)
+        replica.buffers.show()
+        batches = held_out_batches(
+            self.held_out,
+            batch=size,
+            indices=mine,
+            seed=self.config.train.seed,
+            seeder=seed_everything,
+        )
+        placed = ((i, n, on_device(b, self.device)) for i, n, b in batches)
+        results = scores.measure(evaluation, replica.model, placed)
+        round = f"evaluate-{replica.step}"
+        payload = scores.encode(results)
+        self.line.send(Part(worker=self.orders.worker, round=round, payload=payload))
+        if self.world.leads:
+            found = scores.combine(evaluation, scores.decode(self.line.reply(round).parts))
+            self.line.send(Scored(step=replica.step, round=f"scores-{replica.step}", scores=found))
+        reason = self.line.reply(f"scores-{replica.step}").stop
+        self.scored_at = replica.step
+        self.because = reason or self.because
+        return reason is not None
+
+    def _save(self, replica: Replica, facts: StepFacts | None = None) -> None:
+        entries = ((e.key, e.name, e.offset, e.value) for e in self.sync.optimizer_state())
+        contents = [files.optimizer_content(self.world.rank, entries)]
+        if self.world.leads:
+            state = {
+                "step": replica.step,
+                "optimizer": type(replica.optimizer).__name__,
+                "groups": groups_to_json(replica.optimizer),
+                "schedule": schedule_to_json(replica.schedule),
+            }
+            contents.append(files.model_content(replica.tensors()))
+            contents.append(files.state_content(replica.passing_buffers(), state))
+        self.saver.save(replica.step, contents)
+        self.saved_at = replica.step
+
+    def _tell_written(self, step: int, files: dict[str, FileRecord], blocked_s: float) -> None:
+        listed = [SavedFile(name, f.size_bytes, f.sha256) for name, f in files.items()]
+        self.line.send(
+            Written(worker=self.orders.worker, step=step, files=listed, blocked_s=blocked_s)
+        )
+
+    def _stop_when_asked(self, replica: Replica, facts: StepFacts) -> bool:
+        asked = any(c.number <= facts.agreed for c in self.line.commands)
+        if asked and replica.step < self.orders.steps:
+            self.because = "stopped"
+            return True
+        return False
+
+    # ---- report
+
+    def finish(self) -> None:
+        """The last step is always scored (unless a person stopped it) and always saved."""
+        if self.held_out is not None and self.because != "stopped":
+            if self.scored_at != self.replica.step:
+                self._evaluate(self.replica)
+        if self.saved_at != self.replica.step:
+            self._save(self.replica)
+        self.saver.drain()
+        self.sync.close()
+        self.line.send(self.pulse.beat())
+        self.line.send(
+            Left(
+                worker=self.orders.worker,
+                step=self.replica.step,
+                because=self.because,
+                peak_memory_bytes=peak_memory_bytes(),
+                loss=self.pulse.loss,
+            )
+        )
+
+    def report(self, error: BaseException) -> None:
+        """Tell the supervisor what went wrong here."""
+        index, records = None, list[int]()
+        if isinstance(error, errors.LossNotFinite):
+            error = _with_records(error, self.feed.feed)
+            index, records = error.args[2], error.args[4]
+        elif (current := self.pulse.current) is not None:
+            index = current.index
+            records = list(self.feed.feed.ids(self.feed.cut(current.step), index))
+        ours = isinstance(error, errors.ManyhandsError)
+        self.line.send(
+            Trouble(
+                worker=self.orders.worker,
+                step=self.pulse.step,
+                kind=type(error).__name__,
+                text=str(error) if ours else explain(error),
+                trace="" if ours else user_traceback(error),
+                request=isinstance(error, errors.RequestError),
+                symptom=isinstance(error, errors.Broken),
+                micro_batch=index,
+                records=records,
+            )
+        )
+
+
+class WatchedFeed:
+    """A feed that notes which micro-batch is in work, and lets planned faults strike."""
+
+    def __init__(self, feed: Feed, hand: Hand) -> None:
+        self.feed, self.hand = feed, hand
+        self.steps_per_epoch = steps_per_epoch(len(feed.records), feed.batch)
+
+    def cut(self, step: int) -> Cut:
+        return self.feed.cut(step)
+
+    def micro_batches(self, step: Cut, indices: Iterable[int]) -> Iterator[MicroBatch]:
+        hand, pulse = self.hand, self.hand.pulse
+        pulse.step = step.step
+        hand.orders.faults.strike(hand.world.rank, step.step)
+        for micro_batch in self.feed.micro_batches(step, indices):
+            pulse.current = micro_batch
+            if hand.device.type != "cpu":
+                moved = on_device(micro_batch.batch, hand.device)
+                micro_batch = dataclasses.replace(micro_batch, batch=moved)
+            yield micro_batch
+            pulse.computed += micro_batch.records
+
+    def epochs_done(self, step: int) -> float:
+        return step / self.steps_per_epoch
+
+
+def _with_records(error: errors.LossNotFinite, feed: Feed) -> errors.LossNotFinite:
+    """The records of a micro-batch that any worker may have computed: they follow from the step."""
+    rank, step, index, loss, _ = error.args
+    ids = feed.ids(feed.cut(step), index)
+    return errors.LossNotFinite(rank, step, index, loss, ids)
+
+
+def explain(error: BaseException) -> str:
+    """An exception from user code, torch or the machine, with advice where we have some."""
+    name = type(error).__name__
+    text = f"{name}: {error}" if str(error) else name
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return (
+            f"the disk is full ({error.filename or 'while saving'}). The last good checkpoint is "
+            "still there: free some space, then resume."
+        )
+    if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+        return f"memory ran out. Lower train.micro_batch or use fewer workers. ({text})"
+    if isinstance(error, SystemExit):
+        return f"the task called exit({error.code})"
+    return text
+
+
+def evaluation_of(task: Task, config: RunConfig) -> "scores.Evaluation":
+    from manyhands.evaluate import scores
+
+    assert task.loss is not None
+    return scores.Evaluation(
+        task.loss, leaf.read_loss, task.predict, task.scores, config.train.precision
+    )
+
+
+def evaluation_batch(config: RunConfig) -> int:
+    wanted = config.evaluate.batch if config.evaluate else None
+    return wanted or config.train.micro_batch_size
