@@ -5,6 +5,8 @@ Importing this is cheap: torch is imported when something needs it.
 """
 
 import importlib
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from manyhands.config import (
@@ -54,3 +56,14 @@ def __getattr__(name: str) -> Any:
     if name in _LATER:
         return getattr(importlib.import_module(_LATER[name]), name)
     raise AttributeError(f"module 'manyhands' has no attribute '{name}'")
+
+
+class _Package(ModuleType):
+    """`mh.train` is a function to users, and `manyhands/train/` a folder: the function wins."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not (name in _LATER and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -181,7 +181,7 @@ def _drive(job: Job, launcher: Launcher, *, resume: int | None) -> Report:
                 launcher, switchboard, desk, wanted=made.workers.value, stop_asked=stop_asked
             )
             outcome = supervisor.run()
-        launcher.stop()
+        launcher.stop()  # before the verdict: nothing of the run is alive when it is printed
         if isinstance(outcome, Cause):
             raise desk.fail(outcome)
         return desk.finish(outcome)
@@ -556,13 +556,12 @@ def _writers(job: Job) -> list[Writer]:
 
 @contextmanager
 def _launched(engine: str, launcher: Launcher | None) -> Iterator[Launcher]:
+    """A launcher of our own, or one that the caller keeps warm for several runs."""
     hands = launcher or start_launcher(engine)
     try:
         yield hands
     finally:
-        hands.stop()
-        for fd in hands.fds:
-            os.close(fd)
+        hands.stop() if launcher else hands.close()
 
 
 def start_launcher(engine: str) -> Launcher:

@@ -13,7 +13,6 @@ import os
 import traceback
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -27,6 +26,7 @@ from manyhands.config import RunConfig
 from manyhands.data.feed import Feed, held_out_batches, on_device
 from manyhands.data.records import Records, open_data
 from manyhands.deal import Cut, MicroBatch, steps_per_epoch
+from manyhands.evaluate import scores
 from manyhands.launch import shipping
 from manyhands.launch.messages import (
     Hello,
@@ -61,9 +61,6 @@ from manyhands.train.sync.allreduce import AllReduce
 from manyhands.train.sync.alone import Alone
 from manyhands.train.sync.contract import StepFacts, Sync
 from manyhands.world import World, machine, peak_memory_bytes, usable_cores
-
-if TYPE_CHECKING:
-    from manyhands.evaluate import scores
 
 
 class Orders(msgspec.Struct, frozen=True, kw_only=True):
@@ -264,8 +261,6 @@ class Hand:
 
     def _evaluate(self, replica: Replica, facts: StepFacts | None = None) -> bool:
         """Score the held-out records together; True when the supervisor says to stop."""
-        from manyhands.evaluate import scores  # torchmetrics takes a second to import
-
         assert self.held_out is not None
         evaluation = evaluation_of(self.task, self.config)
         size = evaluation_batch(self.config)
@@ -417,9 +412,7 @@ def explain(error: BaseException) -> str:
     return text
 
 
-def evaluation_of(task: Task, config: RunConfig) -> "scores.Evaluation":
-    from manyhands.evaluate import scores
-
+def evaluation_of(task: Task, config: RunConfig) -> scores.Evaluation:
     assert task.loss is not None
     return scores.Evaluation(
         task.loss, leaf.read_loss, task.predict, task.scores, config.train.precision

@@ -3,6 +3,8 @@
 
 import json
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -66,18 +68,17 @@ def train(
     json: JsonFlag = False,
 ) -> None:
     """Train the task that FILE defines."""
-    launcher = _start_early(engine)
-    from manyhands import run
+    with _started_early(engine) as launcher:
+        from manyhands import run
 
-    report = run.train(
-        file,
-        to=to,
-        workers=workers,
-        settings=set or [],
-        quiet=quiet or json,
-        engine=engine,
-        launcher=launcher,
-    )
+        report = run.train(
+            file,
+            to=to,
+            workers=workers,
+            settings=set or [],
+            quiet=quiet or json,
+            launcher=launcher,
+        )
     _show_report(report, json, quiet)
 
 
@@ -92,17 +93,16 @@ def resume(
 ) -> None:
     """Continue RUN from its newest good checkpoint, with any number of workers."""
     open_run(folder)
-    launcher = _start_early(engine)
-    from manyhands import run
+    with _started_early(engine) as launcher:
+        from manyhands import run
 
-    report = run.resume(
-        folder,
-        workers=workers,
-        settings=set or [],
-        quiet=quiet or json,
-        engine=engine,
-        launcher=launcher,
-    )
+        report = run.resume(
+            folder,
+            workers=workers,
+            settings=set or [],
+            quiet=quiet or json,
+            launcher=launcher,
+        )
     _show_report(report, json, quiet)
 
 
@@ -113,17 +113,15 @@ def demo(
     quiet: QuietFlag = False,
 ) -> None:
     """The whole story on bundled data: handwritten digits, two workers, an evaluated model."""
-    launcher = _start_early("local")
-    from manyhands import run
-    from manyhands.zoo import digits
-
+    file = Path(__file__).parent.parent / "zoo" / "digits.py"
     folder = to or new_run_path(Path("runs"), "demo")
-    report = run.train(
-        Path(digits.__file__), to=folder, workers=workers, quiet=quiet, launcher=launcher
-    )
+    with _started_early("local") as launcher:
+        from manyhands import run
+
+        report = run.train(file, to=folder, workers=workers, quiet=quiet, launcher=launcher)
     _show_report(report, False, quiet)
     if not quiet:
-        print(f"\nThe same bits on any number of workers: manyhands train {digits.__file__}")
+        print(f"\nThe same bits on any number of workers: manyhands train {file}")
         print(f"Look again:                              manyhands status {report.run}")
 
 
@@ -201,17 +199,24 @@ def _row(run: RunDir, status: dict[str, Any]) -> dict[str, Any]:
     return {k: status[k] for k in keys} | {"scores": status.get("scores", {}), "began": began}
 
 
-def _start_early(engine: str) -> "Launcher":
+@contextmanager
+def _started_early(engine: str) -> "Iterator[Launcher]":
     """Start the host agent before importing torch here, so that both import it side by side."""
     from manyhands.launch.launchers import Inline, Local, create_segments
 
+    launcher: Launcher
     if engine == "local":
-        return Local("manyhands.worker:main", create_segments())
-    if engine != "inline":
-        raise RequestError(f"there is no engine '{engine}'; use local or inline.")
-    from manyhands.worker import main
+        launcher = Local("manyhands.worker:main", create_segments())
+    elif engine == "inline":
+        from manyhands.worker import main
 
-    return Inline(main, create_segments())
+        launcher = Inline(main, create_segments())
+    else:
+        raise RequestError(f"there is no engine '{engine}'; use local or inline.")
+    try:
+        yield launcher
+    finally:
+        launcher.close()
 
 
 def _show_report(report: "Report", as_json: bool, quiet: bool) -> None:

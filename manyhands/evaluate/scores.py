@@ -8,20 +8,22 @@ exactly one batch. Results travel as plain data, never pickled.
 
 import copy
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import msgspec
 import torch
 from torch import Tensor
 from torch.nn import Module
-from torchmetrics import Metric, MetricCollection
-from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
 
 from manyhands.errors import TaskError
 
-MERGEABLE: set[Any] = {dim_zero_sum, dim_zero_max, dim_zero_min, dim_zero_cat}
+Metric = Any
+"""A torchmetrics.Metric. The package takes a second to import, so it is not imported here: a task
+that uses it has imported it already."""
 
 
 class Array(msgspec.Struct, frozen=True, array_like=True):
@@ -114,7 +116,7 @@ def combine(evaluation: Evaluation, results: Sequence[BatchResult]) -> dict[str,
 
 
 def _called(function: Any, pairs: Sequence[tuple[Tensor, Tensor]]) -> Any:
-    if isinstance(function, Metric):  # its states cannot be merged: show it the batches in order
+    if _is_metric(function):  # its states cannot be merged: show it the batches in order
         metric = copy.deepcopy(function)
         metric.reset()
         for predictions, targets in pairs:
@@ -140,7 +142,7 @@ def _merged(metric: Metric, states: Sequence[dict[str, list[Array]]]) -> Any:
     reductions: Any = merged._reductions  # pyright: ignore[reportPrivateUsage]
     for name, reduction in reductions.items():
         parts = [[_from_array(a) for a in s[name]] for s in states]
-        if reduction is dim_zero_cat:
+        if reduction.__name__ == "dim_zero_cat":
             value: Any = [t for part in parts for t in part]
         else:
             value = parts[0][0]
@@ -152,15 +154,29 @@ def _merged(metric: Metric, states: Sequence[dict[str, list[Array]]]) -> Any:
 
 
 def _mergeable(score: Any) -> bool:
-    reductions: Any = getattr(score, "_reductions", None)
-    return isinstance(score, Metric) and all(r in MERGEABLE for r in reductions.values())
+    """Whether the states of this metric after single batches can be put together."""
+    if not _is_metric(score):
+        return False
+    names = {"dim_zero_sum", "dim_zero_max", "dim_zero_min", "dim_zero_cat"}
+    reductions: Any = score._reductions
+    return all(getattr(r, "__name__", None) in names for r in reductions.values())
+
+
+def _torchmetrics() -> ModuleType | None:
+    return sys.modules.get("torchmetrics")
+
+
+def _is_metric(score: Any) -> bool:
+    package: Any = _torchmetrics()
+    return package is not None and isinstance(score, package.Metric)
 
 
 def flat_scores(scores: Mapping[str, Any]) -> dict[str, Any]:
     """Scores with collections of metrics taken apart."""
     flat: dict[str, Any] = {}
     for name, score in scores.items():
-        if isinstance(score, MetricCollection):
+        package: Any = _torchmetrics()
+        if package is not None and isinstance(score, package.MetricCollection):
             flat.update({f"{name}/{k}": m for k, m in score.items(copy_state=True)})
         else:
             flat[name] = score

@@ -57,7 +57,11 @@ class Launcher(Protocol):
     def fileno(self) -> int: ...
 
     def stop(self) -> None:
-        """End every worker and see it gone. May be called twice."""
+        """End every worker and see it gone; the memory is blank again. May be called twice."""
+        ...
+
+    def close(self) -> None:
+        """Stop, and give everything back. The launcher cannot be used any more."""
         ...
 
 
@@ -117,21 +121,27 @@ class Local:
         return self.channel.fileno()
 
     def stop(self) -> None:
-        if self.channel.fileno() < 0:
-            return
         for worker in list(self.alive):
             with suppress(OSError):
                 self.channel.send(encode(Kill(worker)))
         deadline = time.monotonic() + 5
         while self.alive and time.monotonic() < deadline and self.agent.poll() is None:
             self.poll()
-            time.sleep(0.005)
+            time.sleep(0.002)
+        _blank(self.fds)
+
+    def close(self) -> None:
+        if self.channel.fileno() < 0:
+            return
+        self.stop()
         self.channel.close()  # the agent goes when we hang up
         try:
             self.agent.wait(5)
         except subprocess.TimeoutExpired:
             self.agent.kill()
             self.agent.wait()
+        for fd in self.fds:
+            os.close(fd)
 
 
 class Inline:
@@ -180,4 +190,19 @@ class Inline:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-            os.close(self._event)
+        _blank(self.fds)
+
+    def close(self) -> None:
+        if self._event < 0:
+            return
+        self.stop()
+        for fd in (self._event, *self.fds):
+            os.close(fd)
+        self._event = -1
+
+
+def _blank(fds: tuple[int, int]) -> None:
+    """Forget the contents; pages go back to the system."""
+    for fd in fds:
+        os.ftruncate(fd, 0)
+        os.ftruncate(fd, RESERVED_BYTES)

@@ -56,7 +56,7 @@ class Buffers:
         self.committed = {
             dtype: torch.zeros(size, dtype=dtype) for dtype, size in self.layout.sizes.items()
         }
-        self.private = {d: lane.to(_device(model)) for d, lane in self.committed.items()}
+        self.private = {d: lane.to(_device(model), copy=True) for d, lane in self.committed.items()}
         self._slots = self._adopt(dict((name, t) for name, t, _ in named))
         self.norms = self._norms()
         in_norms = {p.name for n in self.norms for p in (n.mean, n.var, n.count)}

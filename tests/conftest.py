@@ -1,0 +1,31 @@
+"""Fixtures for all tests: a warm launcher, small tasks, and a watch for what tests leave behind."""
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from manyhands.launch.launchers import Launcher, Local, create_segments
+
+
+@pytest.fixture(scope="session")
+def launcher() -> Iterator[Launcher]:
+    """One host agent for all tests: it has imported torch once, workers are forked from it."""
+    local = Local("manyhands.worker:main", create_segments())
+    yield local
+    local.close()
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind() -> Iterator[None]:
+    threads, environment = set(threading.enumerate()), dict(os.environ)
+    shared = set(Path("/dev/shm").iterdir())
+    yield
+    left = [t for t in threading.enumerate() if t not in threads and t.is_alive() and not t.daemon]
+    assert not left, f"threads left behind: {left}"
+    changed = {k for k in environment.keys() | os.environ.keys() if k != "PYTEST_CURRENT_TEST"}
+    changed = {k for k in changed if environment.get(k) != os.environ.get(k)}
+    assert not changed, f"environment changed: {changed}"
+    assert set(Path("/dev/shm").iterdir()) <= shared, "shared memory left behind"
