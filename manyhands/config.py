@@ -266,7 +266,8 @@ def _section(name: str, values: dict[str, Any]) -> Any:
             raise error.__cause__ from None
         text, _, path = str(error).partition(" - at `$.")
         key = path.rstrip("`")
-        raise ConfigError(f"{name}.{key}: {text}, got {values.get(key)!r}.") from None
+        expected = text.partition(", got")[0]
+        raise ConfigError(f"{name}.{key}: {expected}, got {values.get(key)!r}.") from None
 
 
 def _nearest(word: str, known: Iterable[str]) -> str:

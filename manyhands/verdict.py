@@ -25,6 +25,10 @@ class CauseLike(Protocol):
     def advice(self) -> str: ...
     @property
     def noticed_by(self) -> str: ...
+    @property
+    def micro_batch(self) -> int | None: ...
+    @property
+    def records(self) -> tuple[int, ...]: ...
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,6 +41,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     detail: str
     advice: str
     noticed_by: str
+    micro_batch: int | None
+    records: tuple[int, ...]
     log: str
     saved: int | None
     """The newest committed step."""
@@ -53,6 +59,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
             detail=cause.detail,
             advice=cause.advice,
             noticed_by=cause.noticed_by,
+            micro_batch=cause.micro_batch,
+            records=cause.records,
             log=log,
             saved=saved,
         )
@@ -63,6 +71,10 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
         if self.detail:
             lines += ["", self.detail]
         lines += ["", f"  process   {self.pid} on {self.host}; {self.noticed_by}"]
+        if self.micro_batch is not None:
+            shown = ", ".join(str(r) for r in self.records[:16])
+            more = f" and {len(self.records) - 16} more" if len(self.records) > 16 else ""
+            lines.append(f"  data      micro-batch {self.micro_batch}: records {shown}{more}")
         lines.append(f"  log       {self.log}")
         if self.advice:
             lines.append(f"  advice    {self.advice}")

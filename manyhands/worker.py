@@ -12,6 +12,7 @@ import math
 import os
 import traceback
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -54,6 +55,7 @@ from manyhands.train.optim import (
     groups_to_json,
     restore_schedule,
     schedule_to_json,
+    without_dynamo,
 )
 from manyhands.train.seeds import seed_everything
 from manyhands.train.state import Replica, build_model
@@ -90,8 +92,9 @@ def main(orders: bytes) -> int:
         hand.work()
         return 0
     except BaseException as error:
-        traceback.print_exc()  # the whole of it, in the worker's log
         hand.report(error)
+        with suppress(OSError):  # the disk may be what is full
+            traceback.print_exc()  # the whole of it, in the worker's log
         return 1
     finally:
         hand.line.close()
@@ -106,9 +109,11 @@ class Hand:
         self.saver = Saver(Folder(self.run), self._tell_written)
         self.because = "all steps are done"
         self.scored_at = self.saved_at = -1
+        self.begun = False
 
     def work(self) -> None:
         torch.set_num_threads(self.config.train.threads)
+        without_dynamo()
         self.join()
         self.build()
         self.restore()
@@ -258,6 +263,9 @@ class Hand:
         self.pulse.stepped(
             replica.step, epoch, facts.loss, lr, facts.records, dict(facts.numbers)
         )
+        if not self.begun:  # people wait for the first sign of life
+            self.begun = True
+            self.line.send(self.pulse.beat())
 
     def _evaluate(self, replica: Replica, facts: StepFacts | None = None) -> bool:
         """Score the held-out records together; True when the supervisor says to stop."""

@@ -9,6 +9,8 @@ import pytest
 
 from manyhands.launch.launchers import Launcher, Local, create_segments
 
+IGNORED = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_")  # torch sets the latter when it is imported
+
 
 @pytest.fixture(scope="session")
 def launcher() -> Iterator[Launcher]:
@@ -25,7 +27,7 @@ def nothing_is_left_behind() -> Iterator[None]:
     yield
     left = [t for t in threading.enumerate() if t not in threads and t.is_alive() and not t.daemon]
     assert not left, f"threads left behind: {left}"
-    changed = {k for k in environment.keys() | os.environ.keys() if k != "PYTEST_CURRENT_TEST"}
+    changed = {k for k in environment.keys() | os.environ.keys() if not k.startswith(IGNORED)}
     changed = {k for k in changed if environment.get(k) != os.environ.get(k)}
     assert not changed, f"environment changed: {changed}"
     assert set(Path("/dev/shm").iterdir()) <= shared, "shared memory left behind"

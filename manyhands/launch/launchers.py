@@ -85,12 +85,13 @@ class Local:
         theirs.close()
         self.channel.setblocking(False)
         self.alive: dict[int, int] = {}
+        self.used = False
 
     def inventory(self) -> Machine:
         return machine()
 
     def start(self, worker: int, orders: bytes, log: Path) -> None:
-        self.alive[worker] = 0
+        self.alive[worker], self.used = 0, True
         with suppress(BrokenPipeError, ConnectionResetError):  # poll will tell
             self.channel.send(encode(Start(worker, orders, str(log.absolute()))))
 
@@ -135,6 +136,8 @@ class Local:
             return
         self.stop()
         self.channel.close()  # the agent goes when we hang up
+        if not self.used:  # it may still be busy importing torch
+            self.agent.kill()
         try:
             self.agent.wait(5)
         except subprocess.TimeoutExpired:

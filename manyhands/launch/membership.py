@@ -48,6 +48,9 @@ class Cause:
     advice: str = ""
     request: bool = False
     noticed_by: str = ""
+    micro_batch: int | None = None
+    records: tuple[int, ...] = ()
+    """Those of the micro-batch that was in work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +133,8 @@ def _of_trouble(now: Situation, trouble: Trouble) -> Cause:
         detail=trouble.trace,
         request=trouble.request,
         noticed_by="the worker itself reported it",
+        micro_batch=trouble.micro_batch,
+        records=tuple(trouble.records),
     )
 
 

@@ -16,6 +16,7 @@ A parameter that received no gradient in any micro-batch is skipped: None is not
 
 import inspect
 import json
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -145,8 +146,16 @@ class SharedOut:
         if self.doing is not self.users:
             for theirs, ours in zip(self.users.param_groups, self.doing.param_groups, strict=True):
                 ours.update({k: v for k, v in theirs.items() if k != "params"})
-        self.doing.step()
+        self._bare_step(self.doing)
         self._settle()
+
+    def _bare_step(self, optimizer: Optimizer) -> None:
+        """A known optimizer's step without torch's wrappers for profiling, hooks and compiling."""
+        if self.cut == "nowhere":
+            optimizer.step()
+            return
+        with torch.no_grad():
+            inspect.unwrap(type(optimizer).step)(optimizer)
 
     def _place_gradients(self, gradient: Lanes, bounds: Bounds, touched: Sequence[bool]) -> None:
         for span, tensor in zip(self.spans, self.tensors, strict=True):
@@ -240,7 +249,8 @@ def _slots(
             scratch = torch.zeros(16, dtype=dtype, requires_grad=True)
             scratch.grad = torch.zeros_like(scratch)
             probe = kind([{**group, "params": [scratch]}])
-            probe.step()
+            with torch.no_grad():
+                inspect.unwrap(kind.step)(probe)
             for key, value in probe.state[scratch].items():
                 if isinstance(value, Tensor) and value.shape == scratch.shape:
                     found[key, dtype] = value.dtype
@@ -248,6 +258,18 @@ def _slots(
         (key, dtype): memory.tensor(layout.trainable_sizes[dtype], dtype=kept)
         for (key, dtype), kept in sorted(found.items(), key=str)
     }
+
+
+def without_dynamo() -> None:
+    """Spare a worker the import of torch._dynamo (1.5 s, more than everything else it does to start).
+
+    Optimizers import it to tell the compiler to look away from some of their methods; here, as
+    long as nothing has imported it, there is no compiler to tell.
+    """
+    if "torch._dynamo" not in sys.modules:
+        for name in ("add_param_group", "state_dict", "load_state_dict", "zero_grad"):
+            method = inspect.unwrap(getattr(Optimizer, name))
+            setattr(method, "__dynamo_disable", method)  # noqa: B010 (torch's own cache)
 
 
 def groups_to_json(optimizer: Optimizer) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ import hashlib
 import random
 
 import numpy as np
+import numpy.random  # numpy loads it late; a forked worker should find it loaded
 import torch
 
 
