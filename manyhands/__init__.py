@@ -19,11 +19,13 @@ from manyhands.config import (
 from manyhands.errors import Interrupted, ManyhandsError, RequestError, RunFailed
 from manyhands.report import Report
 from manyhands.task import Task
-from manyhands.version import VERSION as __version__
+from manyhands.version import VERSION
 
 if TYPE_CHECKING:
     from manyhands.answers import evaluate, fingerprint
     from manyhands.run import resume, train
+
+__version__ = VERSION
 
 __all__ = [
     "CheckpointConfig",

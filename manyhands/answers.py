@@ -26,7 +26,7 @@ from manyhands.worker import evaluation_batch, evaluation_of
 def evaluate(
     run: str | Path, task: Task | None = None, *, step: int | None = None
 ) -> dict[str, float]:
-    """Scores of a saved step (the newest good one) on the held-out records: the run's own, again."""
+    """Scores of a saved step (the newest good one) on the held-out records, as the run does."""
     folder = open_run(Path(run))
     chosen = _committed(folder, step)
     config, _ = read_toml(folder.config)
@@ -79,4 +79,3 @@ def _committed(run: RunDir, step: int | None) -> int:
         there = ", ".join(str(s) for s in steps) or "none"
         raise RunDirError(f"{run.root} has no saved step {step}; saved are: {there}.")
     return step
-

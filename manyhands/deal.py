@@ -149,4 +149,3 @@ def subtrees(leaves: range, total: int) -> tuple[Node, ...]:
         nodes.append(Node(start, level))
         start += 1 << level
     return tuple(nodes)
-

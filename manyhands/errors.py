@@ -52,7 +52,9 @@ class TrainError(ManyhandsError):
 
 
 class LossNotFinite(TrainError):
-    def __init__(self, rank: int, step: int, index: int, loss: float, records: Sequence[int]) -> None:
+    def __init__(
+        self, rank: int, step: int, index: int, loss: float, records: Sequence[int]
+    ) -> None:
         super().__init__(rank, step, index, loss, list(records))
 
     def __str__(self) -> str:
@@ -74,8 +76,8 @@ class UnevenBuffer(TrainError):
         name, step = self.args
         return (
             f"the integer buffer '{name}' changed differently in different micro-batches of step "
-            f"{step}, so no value of it is right for all of them. Make it a float buffer (merged by "
-            "weighted mean), or update it outside forward."
+            f"{step}, so no value of it is right for all of them. Make it a float buffer (merged "
+            "by weighted mean), or update it outside forward."
         )
 
 
@@ -103,7 +105,7 @@ class RunFailed(ManyhandsError):
 
 
 class Interrupted(ManyhandsError):
-    """Stopped by a person. `run` is the folder, `step` the last saved step (None: nothing saved)."""
+    """Stopped by a person. `run` is the folder, `step` the last saved step, if any."""
 
     def __init__(self, run: str, step: int | None) -> None:
         super().__init__(run, step)

@@ -18,7 +18,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag=Tr
     time: float = msgspec.field(default_factory=time.time)
 
 
-class Started(Event):
+class Started(Event, frozen=True):
     """The driver began (or resumed, when `step` is not 0)."""
 
     step: int
@@ -28,7 +28,7 @@ class Started(Event):
     host: str
 
 
-class Viewed(Event):
+class Viewed(Event, frozen=True):
     """Who is in, since when."""
 
     generation: int
@@ -38,7 +38,7 @@ class Viewed(Event):
     because: str
 
 
-class Stepped(Event):
+class Stepped(Event, frozen=True):
     """Every `log.every_steps` steps. `numbers` are those returned beside the loss."""
 
     step: int
@@ -49,48 +49,48 @@ class Stepped(Event):
     numbers: dict[str, float] = {}
 
 
-class Evaluated(Event):
+class Evaluated(Event, frozen=True):
     step: int
     scores: dict[str, float]
 
 
-class Saved(Event):
+class Saved(Event, frozen=True):
     step: int
     size_bytes: int
     blocked_s: float
     """How long training stood still for it (the slowest worker)."""
 
 
-class Deleted(Event):
+class Deleted(Event, frozen=True):
     step: int
     because: str
 
 
-class Warned(Event):
+class Warned(Event, frozen=True):
     """Something a person should know that did not stop the run."""
 
     text: str
 
 
-class Exited(Event):
+class Exited(Event, frozen=True):
     rank: int
     pid: int
     how: str
 
 
-class Finished(Event):
+class Finished(Event, frozen=True):
     step: int
     because: str
     fingerprint: str
     scores: dict[str, float]
 
 
-class Failed(Event):
+class Failed(Event, frozen=True):
     step: int
     verdict: str
 
 
-class Stopped(Event):
+class Stopped(Event, frozen=True):
     """By a person; `step` was saved."""
 
     step: int

@@ -11,7 +11,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,11 +137,15 @@ class Job:
 
 
 def _drive(job: Job, launcher: Launcher, *, resume: int | None) -> Report:
-    started = time.time()
+    started = time.time() if launcher.used else launcher.born
     records, held_out = open_data(job.loaded.task.data, job.loaded.task.held_out)
     _check_criteria(job.config, held_out)
     made = plan(
-        job.config.train, launcher.inventory(), workers=job.workers, records=len(records)
+        job.config.train,
+        launcher.inventory(),
+        workers=job.workers,
+        records=len(records),
+        most_workers=launcher.most_workers,
     )
     if resume is not None and resume >= made.steps.value:
         raise RunDirError(
@@ -285,9 +289,7 @@ class Desk:
     def written(self, step: int, files: list[SavedFile], blocked_s: float) -> None:
         manifest = Manifest(step, {f.name: FileRecord(f.size_bytes, f.sha256) for f in files})
         self.storage.commit(manifest)
-        self.event(
-            events.Saved(step=step, size_bytes=manifest.size_bytes, blocked_s=blocked_s)
-        )
+        self.event(events.Saved(step=step, size_bytes=manifest.size_bytes, blocked_s=blocked_s))
         self._retain()
 
     def _retain(self) -> None:
@@ -555,7 +557,7 @@ def _writers(job: Job) -> list[Writer]:
 
 
 @contextmanager
-def _launched(engine: str, launcher: Launcher | None) -> Iterator[Launcher]:
+def _launched(engine: str, launcher: Launcher | None) -> Generator[Launcher]:
     """A launcher of our own, or one that the caller keeps warm for several runs."""
     hands = launcher or start_launcher(engine)
     try:
@@ -573,7 +575,7 @@ def start_launcher(engine: str) -> Launcher:
 
 
 @contextmanager
-def _asked_to_stop() -> Iterator[Callable[[], bool]]:
+def _asked_to_stop() -> Generator[Callable[[], bool]]:
     """Ctrl-C and SIGTERM ask the run to stop and save; a second one does not wait for that."""
     asked = threading.Event()
 

@@ -127,7 +127,9 @@ def load_task(path: Path) -> Loaded:
         ) from error
     task = getattr(module, "task", None)
     if not isinstance(task, Task):
-        found = "defines no `task`" if task is None else f"has a `task` of type {type(task).__name__}"
+        found = (
+            "defines no `task`" if task is None else f"has a `task` of type {type(task).__name__}"
+        )
         raise TaskError(f"{path} {found}; write: task = mh.Task(model=..., loss=..., ...)")
     config = getattr(module, "config", None)
     if isinstance(config, Mapping):

@@ -81,5 +81,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
         if self.saved is not None:
             lines.append(f"  saved     step {self.saved}; continue: manyhands resume {self.run}")
         else:
-            lines.append("  saved     nothing; a [checkpoint] section with every_steps saves on the way")
+            lines.append(
+                "  saved     nothing; a [checkpoint] section with every_steps saves on the way"
+            )
         return "\n".join(lines)

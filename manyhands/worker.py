@@ -260,9 +260,7 @@ class Hand:
         self.saver.check()
         epoch = self.feed.epochs_done(replica.step)
         lr = float(replica.optimizer.param_groups[0].get("lr", math.nan))
-        self.pulse.stepped(
-            replica.step, epoch, facts.loss, lr, facts.records, dict(facts.numbers)
-        )
+        self.pulse.stepped(replica.step, epoch, facts.loss, lr, facts.records, dict(facts.numbers))
         if not self.begun:  # people wait for the first sign of life
             self.begun = True
             self.line.send(self.pulse.beat())
@@ -328,9 +326,9 @@ class Hand:
 
     def finish(self) -> None:
         """The last step is always scored (unless a person stopped it) and always saved."""
-        if self.held_out is not None and self.because != "stopped":
-            if self.scored_at != self.replica.step:
-                self._evaluate(self.replica)
+        wanted = self.held_out is not None and self.because != "stopped"
+        if wanted and self.scored_at != self.replica.step:
+            self._evaluate(self.replica)
         if self.saved_at != self.replica.step:
             self._save(self.replica)
         self.saver.drain()

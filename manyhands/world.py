@@ -54,7 +54,7 @@ def memory_bytes() -> int:
 
 
 def oom_kills() -> int:
-    """How many processes the kernel has killed for want of memory since boot (or container start)."""
+    """How many processes the kernel has killed for want of memory so far."""
     for path, key in (
         ("/sys/fs/cgroup/memory.events", "oom_kill"),
         ("/proc/vmstat", "oom_kill"),

@@ -12,7 +12,18 @@ from manyhands import errors
 from manyhands.version import VERSION
 
 ROOT = Path(manyhands.__file__).parent
-WORDS = {"config", "deal", "errors", "events", "report", "rundir", "task", "verdict", "version", "world"}
+WORDS = {
+    "config",
+    "deal",
+    "errors",
+    "events",
+    "report",
+    "rundir",
+    "task",
+    "verdict",
+    "version",
+    "world",
+}
 STORIES = {"run", "worker", "answers", "cli", "__main__", "__init__"}
 STAGES = {p.name for p in ROOT.iterdir() if p.is_dir() and p.name not in ("cli", "__pycache__")}
 FILES = sorted(ROOT.rglob("*.py"))

@@ -1,5 +1,7 @@
 """The canonical sum performs exactly the additions of one tree, however the leaves are split."""
 
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -36,7 +38,7 @@ def expression(leaves: int, ranges: list[range]) -> Tree:
 @given(leaves=st.integers(1, 70), cuts=st.lists(st.integers(0, 70), max_size=6))
 def test_any_split_into_ranges_gives_the_same_additions(leaves: int, cuts: list[int]) -> None:
     edges = [0, *sorted(min(c, leaves) for c in cuts), leaves]
-    ranges = [range(a, b) for a, b in zip(edges, edges[1:], strict=False)]
+    ranges = [range(a, b) for a, b in pairwise(edges)]
     level = (leaves - 1).bit_length()
     assert expression(leaves, ranges) == whole(0, level, leaves)
 

@@ -70,7 +70,7 @@ def test_a_plan_says_why() -> None:
 
 
 def test_more_workers_than_micro_batches_are_refused() -> None:
-    with pytest.raises(ConfigError, match="Use --workers 8, or set train.micro_batch to 12"):
+    with pytest.raises(ConfigError, match=r"Use --workers 8, or set train.micro_batch to 12"):
         plan(mh.TrainConfig(), HERE, workers=10, records=1000)
     with pytest.raises(ConfigError, match="at least 1"):
         plan(mh.TrainConfig(), HERE, workers=0, records=1000)

@@ -36,7 +36,9 @@ def test_the_second_epoch_starts_over() -> None:
     assert sum(here.share(i) for i in range(4)) == 1.0
 
 
-@given(m=st.integers(1, 40), speeds=st.lists(st.sampled_from([0.5, 1.0, 2.0]), min_size=1, max_size=9))
+@given(
+    m=st.integers(1, 40), speeds=st.lists(st.sampled_from([0.5, 1.0, 2.0]), min_size=1, max_size=9)
+)
 def test_a_deal_covers_all_micro_batches_in_order_and_in_the_least_time(
     m: int, speeds: list[float]
 ) -> None:

@@ -67,9 +67,7 @@ def test_a_killed_worker(launcher: Launcher, tmp_path: Path) -> None:
 
 def test_a_killed_worker_over_gloo(launcher: Launcher, tmp_path: Path) -> None:
     faults = FaultPlan().kill(rank=2, at_step=3)
-    said = verdict_of(
-        launcher, tmp_path / "run", faults=faults, settings=["train.collective=gloo"]
-    )
+    said = verdict_of(launcher, tmp_path / "run", faults=faults, settings=["train.collective=gloo"])
     assert "on rank 2: it was killed by signal 9" in said
 
 

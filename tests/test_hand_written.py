@@ -1,4 +1,4 @@
-"""With one worker and one micro-batch per step, a run is a hand-written PyTorch loop, bit for bit."""
+"""One worker and one micro-batch per step: a hand-written PyTorch loop, bit for bit."""
 
 from pathlib import Path
 

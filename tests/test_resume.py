@@ -45,9 +45,7 @@ def test_resuming_gives_the_bits_of_the_run_that_never_stopped(
         assert again.fingerprint == calm.fingerprint
 
 
-def test_a_killed_run_resumes_from_its_last_checkpoint(
-    launcher: Launcher, tmp_path: Path
-) -> None:
+def test_a_killed_run_resumes_from_its_last_checkpoint(launcher: Launcher, tmp_path: Path) -> None:
     calm = run(launcher, tmp_path / "calm", "cnn", 3, f"train.steps={TOTAL}")
     with pytest.raises(mh.RunFailed):
         mh.train(
@@ -94,7 +92,9 @@ def test_what_cannot_be_resumed_says_why(launcher: Launcher, tmp_path: Path) -> 
         resume(task=make("cnn"))
     with pytest.raises(ConfigError, match=r"keeps its \[train\] settings"):
         resume(task=make("cnn"), settings=["train.batch=48"])
-    with pytest.raises(mh.RequestError, match=r"belongs to another model: 'head.bias' is float32\[5\] there"):
+    with pytest.raises(
+        mh.RequestError, match=r"belongs to another model: 'head.bias' is float32\[5\] there"
+    ):
         resume(task=make("lstm"), settings=["train.steps=4"])
     with pytest.raises(RunDirError, match="does not exist"):
         mh.resume(tmp_path / "nowhere", launcher=launcher)

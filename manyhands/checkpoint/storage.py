@@ -159,12 +159,8 @@ def newest_good(storage: Folder) -> tuple[int | None, list[str]]:
     return None, problems
 
 
-def to_delete(
-    steps: Iterable[int], *, keep_last: int, best: int | None
-) -> Mapping[int, str]:
+def to_delete(steps: Iterable[int], *, keep_last: int, best: int | None) -> Mapping[int, str]:
     """Which committed steps go, and why. Pure."""
     ordered = sorted(steps)
     keep = set(ordered[-keep_last:]) | {best}
-    return {
-        step: f"checkpoint.keep_last = {keep_last}" for step in ordered if step not in keep
-    }
+    return {step: f"checkpoint.keep_last = {keep_last}" for step in ordered if step not in keep}

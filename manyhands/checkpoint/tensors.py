@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -54,7 +55,7 @@ def encode(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Iterat
     text += b" " * (-len(text) % 8)
     yield memoryview(len(text).to_bytes(8, "little") + text)
     for _, tensor in ordered:
-        raw = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+        raw = _raw(tensor)
         for start in range(0, len(raw), CHUNK):
             yield raw[start : start + CHUNK]
 
@@ -67,7 +68,8 @@ def decode(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """All tensors of a file, and its metadata."""
     try:
         with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}
+            names = list(file.keys())
+            return {name: file.get_tensor(name) for name in names}, file.metadata() or {}
     except (OSError, SafetensorError) as error:
         raise CheckpointDamaged(f"{path} is not a readable safetensors file: {error}") from error
 
@@ -81,8 +83,12 @@ def fingerprint(path: Path) -> str:
                 tensor: Tensor = file.get_tensor(name)
                 kind = str(tensor.dtype).removeprefix("torch.")
                 digest.update(f"{name} {kind} {list(tensor.shape)}\n".encode())
-                raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
-                digest.update(memoryview(raw))
+                digest.update(_raw(tensor.contiguous()))
     except (OSError, SafetensorError) as error:
         raise CheckpointDamaged(f"{path} is not a readable safetensors file: {error}") from error
     return digest.hexdigest()
+
+
+def _raw(tensor: Tensor) -> memoryview:
+    array: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)

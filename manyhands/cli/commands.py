@@ -3,7 +3,7 @@
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -151,11 +151,11 @@ def status(folder: RunFolder, json: JsonFlag = False) -> None:
     from manyhands.monitor.status import status as status_of
 
     run = open_run(folder)
-    found = status_of(run) | {"saved": Folder(run).steps()}
+    found: dict[str, Any] = {**status_of(run), "saved": Folder(run).steps()}
     if json:
         print(_json(found))
         return
-    workers = found.pop("workers")
+    workers: Any = found.pop("workers")
     hidden = ("pid", "host", "time", "run", "seconds_ago", "verdict")
     shown = {k: v for k, v in found.items() if k not in hidden}
     shown["saved"] = ", ".join(str(s) for s in found["saved"]) or "nothing yet"
@@ -200,7 +200,7 @@ def _row(run: RunDir, status: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def _started_early(engine: str) -> "Iterator[Launcher]":
+def _started_early(engine: str) -> "Generator[Launcher]":
     """Start the host agent before importing torch here, so that both import it side by side."""
     from manyhands.launch.launchers import Inline, Local, create_segments
 
@@ -227,7 +227,7 @@ def _show_report(report: "Report", as_json: bool, quiet: bool) -> None:
     elif not quiet:
         from manyhands.monitor.terminal import summary
 
-        Console().print(summary(report))
+        print(summary(report))
 
 
 def _show_pairs(pairs: dict[str, Any], as_json: bool) -> None:

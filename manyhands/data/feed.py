@@ -33,9 +33,7 @@ class Feed:
         self._ids: Positions = np.empty(0, dtype=np.int64)
 
     def cut(self, step: int) -> Cut:
-        return cut(
-            step, records=len(self.records), batch=self.batch, micro_batch=self.micro_batch
-        )
+        return cut(step, records=len(self.records), batch=self.batch, micro_batch=self.micro_batch)
 
     def micro_batches(self, step: Cut, indices: Iterable[int]) -> Iterator[MicroBatch]:
         """These micro-batches of a step, fetched one at a time as they are asked for."""

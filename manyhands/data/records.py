@@ -76,10 +76,6 @@ class Part:
         return self.whole.batch(self.numbers[ids])
 
 
-def record_ids(self, ids: Positions) -> Positions:
-        return self.order[ids + self.start]
-
-
 def record_ids(records: Records, ids: Positions) -> Sequence[int]:
     """The user's own numbering of records, for messages."""
     return (records.numbers[ids] if isinstance(records, Part) else ids).tolist()
@@ -153,5 +149,5 @@ def sampled_digest(records: Records) -> str:
         for name, column in whole.columns.items():
             digest.update(f"{name} {column.dtype} {tuple(column.shape)}".encode())
             chosen = column.index_select(0, rows).contiguous().reshape(-1).view(torch.uint8)
-            digest.update(memoryview(chosen.numpy()))
+            digest.update(chosen.numpy().tobytes())
     return digest.hexdigest()

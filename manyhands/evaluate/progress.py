@@ -54,4 +54,6 @@ def should_stop(
         best, since = (value, 0) if value > best else (best, since + 1)
     if since < patience:
         return None
-    return f"{chosen.score} has not improved in {since} evaluations (evaluate.stop_early = {patience})"
+    return (
+        f"{chosen.score} has not improved in {since} evaluations (evaluate.stop_early = {patience})"
+    )

@@ -87,7 +87,7 @@ def _measure_one(
     states: dict[str, dict[str, list[Array]]] = {}
     outputs = None
     if evaluation.scores and evaluation.predict is not None:
-        made = evaluation.predict(model, batch)
+        made: Any = evaluation.predict(model, batch)
         if not isinstance(made, tuple | list) or len(made) != 2:
             raise TaskError("predict must return two tensors: (predictions, targets).")
         predictions, targets = (torch.as_tensor(t).detach().cpu() for t in made)

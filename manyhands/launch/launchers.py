@@ -45,6 +45,12 @@ class Launcher(Protocol):
 
     fds: tuple[int, int]
     """Memory that every worker inherits: of the task, and of the shared state."""
+    most_workers: int | None
+    """How many it can start; None: no limit of its own."""
+    born: float
+    """When it was constructed: the first thing that a command does."""
+    used: bool
+    """Whether it has started a worker before."""
 
     def inventory(self) -> Machine: ...
 
@@ -72,6 +78,8 @@ class Local:
     things; so construct it early.
     """
 
+    most_workers: int | None = None
+
     def __init__(self, entry: str, fds: tuple[int, int]) -> None:
         self.fds = fds
         self.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -86,6 +94,7 @@ class Local:
         self.channel.setblocking(False)
         self.alive: dict[int, int] = {}
         self.used = False
+        self.born = time.time()
 
     def inventory(self) -> Machine:
         return machine()
@@ -150,20 +159,25 @@ class Local:
 class Inline:
     """One worker, in a thread of this process: for debuggers and for places without fork."""
 
+    most_workers: int | None = 1
+
     def __init__(self, entry: Callable[[bytes], int], fds: tuple[int, int]) -> None:
         self.fds, self.entry = fds, entry
         self.signs: queue.SimpleQueue[Sign] = queue.SimpleQueue()
         self._event = os.eventfd(0, os.EFD_NONBLOCK)
         self._thread: threading.Thread | None = None
+        self.born, self.used = time.time(), False
 
     def inventory(self) -> Machine:
         return machine()
 
     def start(self, worker: int, orders: bytes, log: Path) -> None:
-        if self._thread is not None:
-            raise RequestError("--engine inline runs one worker; use --workers 1.")
+        assert self._thread is None, "the plan knows most_workers"
+        self.used = True
         self._tell(Started(worker, os.getpid()))
-        self._thread = threading.Thread(target=self._work, args=(worker, orders), name="worker")
+        self._thread = threading.Thread(
+            target=self._work, args=(worker, orders), name="worker", daemon=True
+        )
         self._thread.start()
 
     def _work(self, worker: int, orders: bytes) -> None:
@@ -191,7 +205,7 @@ class Inline:
 
     def stop(self) -> None:
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(5)  # a thread cannot be killed; a stuck one ends with the process
             self._thread = None
         _blank(self.fds)
 

@@ -158,4 +158,12 @@ def _of_exit(now: Situation, exit: Exit) -> Cause:
     else:
         what = f"it ended with exit code {exit.code} without finishing its work"
         advice = "Something called exit() in the worker; its log may say more."
-    return Cause(rank, pid or exit.pid, host, step, what, advice=advice, noticed_by="the host agent saw it end")
+    return Cause(
+        rank,
+        pid or exit.pid,
+        host,
+        step,
+        what,
+        advice=advice,
+        noticed_by="the host agent saw it end",
+    )

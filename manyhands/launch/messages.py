@@ -24,7 +24,7 @@ class Member(msgspec.Struct, frozen=True):
 # ---- from a worker
 
 
-class Hello(Message):
+class Hello(Message, frozen=True):
     worker: int
     pid: int
     host: str
@@ -41,7 +41,7 @@ class StepRecord(msgspec.Struct, frozen=True):
     numbers: dict[str, float] = {}
 
 
-class Beat(Message):
+class Beat(Message, frozen=True):
     """Sent a few times a second from a thread of the worker."""
 
     worker: int
@@ -53,7 +53,7 @@ class Beat(Message):
     records: int = 0
 
 
-class Part(Message):
+class Part(Message, frozen=True):
     """This worker's share of a round called `round`; all shares go to the leader, or to all."""
 
     worker: int
@@ -62,7 +62,7 @@ class Part(Message):
     to_all: bool = False
 
 
-class Scored(Message):
+class Scored(Message, frozen=True):
     """From the leader: held-out scores. Every worker then waits for Reply `round`."""
 
     step: int
@@ -76,14 +76,14 @@ class SavedFile(msgspec.Struct, frozen=True):
     sha256: str
 
 
-class Written(Message):
+class Written(Message, frozen=True):
     worker: int
     step: int
     files: list[SavedFile]
     blocked_s: float
 
 
-class Trouble(Message):
+class Trouble(Message, frozen=True):
     """The worker is about to end with an error."""
 
     worker: int
@@ -102,13 +102,13 @@ class Trouble(Message):
     records: list[int] = []
 
 
-class Notice(Message):
+class Notice(Message, frozen=True):
     """Something a person should know that does not stop the run."""
 
     text: str
 
 
-class Left(Message):
+class Left(Message, frozen=True):
     """Training is done here; everything is written."""
 
     worker: int
@@ -121,7 +121,7 @@ class Left(Message):
 # ---- from the supervisor
 
 
-class View(Message):
+class View(Message, frozen=True):
     """Who is in, and since which step. The deal of micro-batches follows from the speeds."""
 
     members: list[Member]
@@ -133,7 +133,7 @@ class View(Message):
         return next(m.rank for m in self.members if m.worker == worker)
 
 
-class Reply(Message):
+class Reply(Message, frozen=True):
     """All parts of a round, by rank; empty for workers that only wait for the round to end."""
 
     round: str
@@ -142,7 +142,7 @@ class Reply(Message):
     """After scores: the reason to stop early."""
 
 
-class Stop(Message):
+class Stop(Message, frozen=True):
     """Command `number`: end after the next step that all agree on, and save it."""
 
     number: int

@@ -21,7 +21,13 @@ class Pulse:
         self._last = (time.monotonic(), 0)
 
     def stepped(
-        self, step: int, epoch: float, loss: float, lr: float, records: int, numbers: dict[str, float]
+        self,
+        step: int,
+        epoch: float,
+        loss: float,
+        lr: float,
+        records: int,
+        numbers: dict[str, float],
     ) -> None:
         self.current = None
         self.step, self.loss = step, loss

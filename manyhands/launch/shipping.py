@@ -53,7 +53,7 @@ class _Pickler(cloudpickle.Pickler):
             and not obj.is_neg()
             and obj.numel() * obj.element_size() >= LARGE_BYTES
         ):
-            flat = obj.contiguous().reshape(-1).view(torch.uint8).numpy()
+            flat: Any = obj.contiguous().reshape(-1).view(torch.uint8).numpy()
             return _tensor, (pickle.PickleBuffer(flat), obj.dtype, tuple(obj.shape))
         return super().reducer_override(obj)
 

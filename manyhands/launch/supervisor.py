@@ -31,7 +31,7 @@ from manyhands.launch.messages import (
 from manyhands.launch.wire import Switchboard
 from manyhands.world import oom_kills
 
-POLL_S = 0.1
+POLL_MS = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +87,10 @@ class Supervisor:
         self.poller.register(launcher.fileno(), zmq.POLLIN)
 
     def run(self) -> Done | Cause:
-        """Until the run is done or given up. Workers that are left over are the caller's to stop."""
+        """Until the run is done or given up. The caller stops workers that are left over."""
         reported = 0.0
         while True:
-            self.poller.poll(POLL_S * 1000)
+            self.poller.poll(POLL_MS)
             for message in self.switchboard.receive():
                 self._hear(message)
             for sign in self.launcher.poll():

@@ -148,7 +148,7 @@ class Line:
         poller.register(self._wake, zmq.POLLIN)
         due = time.monotonic() + BEAT_S
         while True:
-            ready = dict(poller.poll(max(0.0, due - time.monotonic()) * 1000))
+            ready = dict(poller.poll(max(0, int((due - time.monotonic()) * 1000) + 1)))
             if self.socket in ready:
                 self._receive()
             if self._wake in ready:
@@ -173,7 +173,9 @@ class Line:
     def _receive(self) -> None:
         with suppress(zmq.Again):
             while True:
-                message = decode_from_supervisor(self.socket.recv(flags=zmq.NOBLOCK))
+                message: FromSupervisor = decode_from_supervisor(
+                    self.socket.recv(flags=zmq.NOBLOCK)
+                )
                 match message:
                     case View():
                         self.views.put(message)

@@ -9,7 +9,6 @@ from typing import Protocol
 
 from rich.console import Console
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
 from manyhands.events import AnyEvent, Evaluated, Saved, Viewed, Warned
@@ -146,9 +145,8 @@ def scores_text(scores: Mapping[str, float]) -> str:
     return "  ".join(f"{name} {value:.4f}" for name, value in scores.items())
 
 
-def summary(report: Report) -> Table:
-    """The table at the end of a run."""
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+def summary(report: Report) -> str:
+    """The table at the end of a run. Never folded: people copy paths and fingerprints."""
     rows = {
         "steps": f"{report.step} ({report.epochs:.2f} epochs; {report.because})",
         "loss": f"{report.loss:.4f}",
@@ -160,9 +158,8 @@ def summary(report: Report) -> Table:
         "fingerprint": report.fingerprint,
         "run folder": report.run,
     }
-    for name, value in rows.items():
-        table.add_row(name, Text(value, overflow="fold"))
-    return table
+    width = max(len(name) for name in rows)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
 
 
 def duration(seconds: float) -> str:

@@ -40,9 +40,17 @@ class Plan(msgspec.Struct, frozen=True):
         return [f"{name}: {choice}" for name, choice in named]
 
 
-def plan(train: TrainConfig, machine: Machine, *, workers: int | None, records: int) -> Plan:
+def plan(
+    train: TrainConfig,
+    machine: Machine,
+    *,
+    workers: int | None,
+    records: int,
+    most_workers: int | None = None,
+) -> Plan:
+    """`workers` is what was asked for, `most_workers` what the engine can start."""
     return Plan(
-        workers=_workers(train, machine, workers),
+        workers=_workers(train, machine, workers, most_workers),
         collective=_collective(train),
         steps=_steps(train, records),
         micro_batches=_micro_batches(train, records),
@@ -51,8 +59,14 @@ def plan(train: TrainConfig, machine: Machine, *, workers: int | None, records: 
     )
 
 
-def _workers(train: TrainConfig, machine: Machine, asked: int | None) -> Choice:
+def _workers(
+    train: TrainConfig, machine: Machine, asked: int | None, startable: int | None
+) -> Choice:
     most = train.micro_batches
+    if startable is not None:
+        if asked is not None and asked > startable:
+            raise ConfigError(f"this engine runs {startable} worker; use --workers {startable}.")
+        asked = asked or startable
     if train.sync == "alone":
         if asked not in (None, 1):
             raise ConfigError(f'train.sync = "alone" is one worker; {asked} were asked for.')

@@ -81,8 +81,9 @@ class Buffers:
         by_name = {name: p for p in self.layout.pieces for name in (p.name, *p.aliases)}
         found: list[Norm] = []
         for path, module in self.model.named_modules():
-            stock = isinstance(module, _BatchNorm) and type(module).forward is _BatchNorm.forward
-            if not stock or not module.track_running_stats or module.running_mean is None:
+            if not isinstance(module, _BatchNorm) or module.running_mean is None:
+                continue
+            if type(module).forward is not _BatchNorm.forward or not module.track_running_stats:
                 continue
             dot = f"{path}." if path else ""
             names = ("running_mean", "running_var", "num_batches_tracked")
@@ -90,7 +91,7 @@ class Buffers:
         return found
 
     def begin(self, alone: bool) -> None:
-        """Before a micro-batch: private values are the committed ones. `alone`: no other in step."""
+        """Before a micro-batch: private values are the committed ones. `alone`: no others in it."""
         for dtype, lane in self.committed.items():
             self.private[dtype].copy_(lane)
         if not alone:
@@ -115,7 +116,7 @@ class Buffers:
     def changed(self, rows: NDArray[np.float64]) -> list[Piece]:
         """The other buffers that changed in any micro-batch of the step, from all its rows."""
         flags = rows[:, self.row_width - len(self.others) :]
-        return [p for p, flag in zip(self.others, flags.any(axis=0), strict=True) if flag]
+        return [p for k, p in enumerate(self.others) if flags[:, k].any()]
 
     def outcome(self) -> dict[str, Tensor]:
         """Private values of all other buffers after a micro-batch, to be kept until the merge."""

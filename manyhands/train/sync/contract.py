@@ -29,7 +29,7 @@ class Sync(Protocol):
     """
 
     def setup(self) -> None:
-        """Start from what the replica's model holds; on return every worker has the same weights."""
+        """Start from what the replica's model holds; on return all have the same weights."""
         ...
 
     def indices(self, cut: Cut) -> range:

@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A work of the benchmarks as a task: `BENCHMARK_WORK=mlp manyhands train` this file."""
+
+import os
+
+import torch
+from clock import Clock
+from works import LEARNING_RATE, WORKS
+
+import manyhands as mh
+
+work = WORKS[os.environ["BENCHMARK_WORK"]]
+
+task = mh.Task(
+    model=work.model,
+    loss=work.loss,
+    optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True),
+    schedule=lambda optimizer: Clock(),
+    data=work.data(),
+)
