@@ -136,9 +136,8 @@ def main() -> None:
                 found = measure(contestant, name, steps, asked.timeout_s)
                 for metric, value in found.items():
                     samples.setdefault((name, contestant, metric), []).append(value)
-                told = "  ".join(f"{m.title} {found[m.name]:,.{m.digits}f}" for m in METRICS)
+                told = "  ".join(f"{m.title} {m.show(found[m.name])}" for m in METRICS)
                 console.print(f"{name} round {round + 1}  {contestant:<13} {told}")
-    console.print()
     rows.report(rows.summarise(samples, reference), METRICS, TARGETS, asked.json)
 
 

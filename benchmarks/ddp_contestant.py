@@ -10,6 +10,7 @@ same loop wrapped by Accelerate or Lightning Fabric instead.
 
 import argparse
 import ctypes
+import os
 import signal
 from collections.abc import Callable, Iterator
 
@@ -19,7 +20,7 @@ from clock import Clock
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from works import LEARNING_RATE, WORKS
+from works import LEARNING_RATE, WORKERS, WORKS
 
 Wrapped = tuple[nn.Module, Optimizer, Callable[[Tensor], object]]
 
@@ -40,7 +41,7 @@ def accelerate(model: nn.Module, optimizer: Optimizer) -> Wrapped:
 def lightning(model: nn.Module, optimizer: Optimizer) -> Wrapped:
     from lightning.fabric import Fabric
 
-    fabric = Fabric(accelerator="cpu", devices="auto", strategy="ddp")
+    fabric = Fabric(accelerator="cpu", devices=WORKERS, strategy="ddp")
     fabric.launch()
     model, optimizer = fabric.setup(model, optimizer)
     return model, optimizer, fabric.backward
@@ -86,7 +87,9 @@ def main() -> None:
         clock.step()
     if dist.get_rank() == 0:
         torch.save({"model": module.state_dict(), "optimizer": optimizer.state_dict()}, asked.to)
-    dist.destroy_process_group()
+    # Not destroy_process_group: now and then the last reference to gloo's group then goes with the
+    # GIL held, which its threads wait for. https://github.com/pytorch/pytorch/issues/56297
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from rich.box import HORIZONTALS
 from rich.console import Console
 from rich.table import Table
 
@@ -41,6 +42,9 @@ class Metric:
     title: str
     digits: int = 0
 
+    def show(self, value: float) -> str:
+        return f"{value:,.{max(self.digits, 1 if value < 100 else 0)}f}"
+
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
@@ -63,20 +67,22 @@ Targets = Mapping[tuple[str, str], Wanted]
 """(work, metric) → what is wanted of us there."""
 
 
-def arguments(description: str | None, *, rounds: int = 3) -> argparse.ArgumentParser:
+def arguments(
+    description: str | None, *, rounds: int = 3, quick_rounds: int = 1
+) -> argparse.ArgumentParser:
     """The options that all benchmarks have."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, metavar="N", help=f"default: {rounds}; quick: 1")
+    parser.add_argument("--rounds", type=int, metavar="N", help=f"{rounds}, quick {quick_rounds}")
     parser.add_argument("--quick", action="store_true", help="to see that it works; noisy numbers")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows there")
-    parser.set_defaults(full_rounds=rounds)
+    parser.set_defaults(full_rounds=rounds, quick_rounds=quick_rounds)
     return parser
 
 
 def rounds_of(asked: argparse.Namespace) -> int:
-    return asked.rounds or (1 if asked.quick else asked.full_rounds)
+    return asked.rounds or (asked.quick_rounds if asked.quick else asked.full_rounds)
 
 
 def summarise(samples: Samples, reference: Reference) -> list[Row]:
@@ -93,7 +99,7 @@ def table(
     rows: Sequence[Row], metrics: Sequence[Metric], targets: Targets, *, ours: str = "manyhands"
 ) -> Table:
     """A line per work and contestant; a column pair per metric. Targets judge `ours` only."""
-    shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    shown = Table(box=HORIZONTALS)
     shown.add_column("work")
     shown.add_column("contestant")
     for metric in metrics:
@@ -101,25 +107,26 @@ def table(
         shown.add_column("ratio", justify="right")
     by_place = {(row.work, row.contestant, row.metric): row for row in rows}
     for work in dict.fromkeys(row.work for row in rows):
-        for contestant in dict.fromkeys(row.contestant for row in rows if row.work == work):
+        contestants = dict.fromkeys(row.contestant for row in rows if row.work == work)
+        for k, contestant in enumerate(contestants):
             cells: list[str] = []
             for metric in metrics:
                 row = by_place.get((work, contestant, metric.name))
                 target = targets.get((work, metric.name)) if contestant == ours else None
                 cells += _cells(row, metric, target)
-            shown.add_row(work, contestant, *cells)
+            shown.add_row("" if k else work, contestant, *cells)
         wanted = [targets.get((work, metric.name)) for metric in metrics]
         if any(wanted):
             limits = [cell for target in wanted for cell in _limit_cells(target)]
             shown.add_row("", f"[dim]{ours}, wanted[/]", *limits)
-        shown.add_row()
+        shown.add_section()
     return shown
 
 
 def _cells(row: Row | None, metric: Metric, target: Wanted | None) -> list[str]:
     if row is None:
         return ["-", "-"]
-    value = f"{row.value:,.{metric.digits}f}"
+    value = metric.show(row.value)
     ratio = "-" if row.ratio is None else f"{row.ratio:.2f}×"
     met = target.is_met_by(row) if target else None
     if target and met is not None:

@@ -2,11 +2,12 @@
 """Questions about a saved run: its scores, its fingerprint. Answered here, in one process."""
 
 import math
+import warnings
 from pathlib import Path
 
 import torch
 
-from manyhands.checkpoint.files import MODEL, read_model
+from manyhands.checkpoint.files import MODEL, read_model, read_state
 from manyhands.checkpoint.storage import Folder, newest_good
 from manyhands.checkpoint.tensors import fingerprint as fingerprint_of
 from manyhands.config import read_toml
@@ -30,7 +31,9 @@ def evaluate(
     folder = open_run(Path(run))
     chosen = _committed(folder, step)
     config, _ = read_toml(folder.config)
-    loaded, _ = reload(folder, task)
+    loaded, notes = reload(folder, task)
+    for note in notes:
+        warnings.warn(note, stacklevel=2)
     _, held_out = open_data(loaded.task.data, loaded.task.held_out)
     if held_out is None:
         raise RunDirError(f"the task of {folder.root} has no held-out records to evaluate on.")
@@ -44,6 +47,7 @@ def evaluate(
         replica = Replica(model, loaded.task.optimizer(model), None, Memory(None), cpu)
         where = folder.step(chosen)
         replica.load(read_model(where), where=str(where))
+        replica.buffers.load(read_state(where)[0])
         size = evaluation_batch(config)
         batches = held_out_batches(
             held_out,
@@ -75,7 +79,10 @@ def _committed(run: RunDir, step: int | None) -> int:
             found = f" ({'; '.join(problems)})" if problems else ""
             raise RunDirError(f"{run.root} holds no checkpoint yet{found}.")
         return newest
-    if step not in steps:
+    if step in steps:
+        for name in storage.manifest(step).files:
+            storage.get(step, name)  # raises if a byte is wrong
+    else:
         there = ", ".join(str(s) for s in steps) or "none"
         raise RunDirError(f"{run.root} has no saved step {step}; saved are: {there}.")
     return step

@@ -188,8 +188,13 @@ class RunConfig:
                 raise ConfigError(
                     f"--set {setting}: write it as section.key=value, as in --set train.batch=512."
                 )
+            if path.strip() in _INSTEAD:  # a length given here replaces the other kind of length
+                tree.get("train", {}).pop(_INSTEAD[path.strip()], None)
             tree.setdefault(section, {})[key] = _value(text.strip())
         return from_dict(tree)
+
+
+_INSTEAD = {"train.steps": "epochs", "train.epochs": "steps"}
 
 
 SECTIONS: dict[str, type] = {

@@ -139,7 +139,7 @@ class Job:
 def _drive(job: Job, launcher: Launcher, *, resume: int | None) -> Report:
     started = time.time() if launcher.used else launcher.born
     records, held_out = open_data(job.loaded.task.data, job.loaded.task.held_out)
-    _check_criteria(job.config, held_out)
+    _check_criteria(job.config, job.loaded.task, held_out)
     made = plan(
         job.config.train,
         launcher.inventory(),
@@ -253,6 +253,7 @@ class Desk:
         now = time.time()
         if self.first_beat is None:
             self.first_beat, self.first_step_s = (now, beat.records), now - self.started
+            self.last_beat = self.first_beat  # what came before was start-up, not training
         then, before = self.last_beat
         if beat.records > before and now > then:
             speed = (beat.records - before) / (now - then)
@@ -499,20 +500,23 @@ def _weights_file(config: RunConfig) -> str | None:
     return str((storage.run.step(step) / MODEL).absolute())
 
 
-def _check_criteria(config: RunConfig, held_out: Records | None) -> None:
-    wants = {
-        "[evaluate]": config.evaluate is not None,
-        "checkpoint.keep_best": bool(config.checkpoint and config.checkpoint.keep_best),
-    }
-    for setting, wanted in wants.items():
-        if wanted and held_out is None:
+def _check_criteria(config: RunConfig, task: Task, held_out: Records | None) -> None:
+    """Scores that decide something must exist; better said now than after an hour."""
+    wanted: dict[str, str] = {}
+    if config.evaluate is not None:
+        wanted["evaluate.by"] = config.evaluate.by
+    if config.checkpoint is not None and config.checkpoint.keep_best is not None:
+        wanted["checkpoint.keep_best"] = config.checkpoint.keep_best
+    known = ["loss", *task.scores]
+    for setting, text in wanted.items():
+        if held_out is None:
+            section = "[evaluate]" if setting == "evaluate.by" else setting
             raise ConfigError(
-                f"{setting} needs held-out records, and the task has none: give it held_out=."
+                f"{section} needs held-out records, and the task has none: give it held_out=."
             )
-    if config.evaluate:
-        criterion(config.evaluate.by)
-    if config.checkpoint and config.checkpoint.keep_best:
-        criterion(config.checkpoint.keep_best)
+        score = criterion(text).score
+        if score.partition("/")[0] not in known:
+            raise ConfigError(f"{setting} = {text}: the task's scores are {', '.join(known)}.")
 
 
 def _refuse_if_running(run: RunDir) -> None:

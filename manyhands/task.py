@@ -134,7 +134,9 @@ def load_task(path: Path) -> Loaded:
     config = getattr(module, "config", None)
     if isinstance(config, Mapping):
         config = from_dict(config)
-    return Loaded(task, config if isinstance(config, RunConfig) else None, path, module, text)
+    if not isinstance(config, RunConfig | None):
+        raise TaskError(f"{path}: `config` is {type(config).__name__}, not mh.RunConfig or a dict.")
+    return Loaded(task, config, path, module, text)
 
 
 def user_traceback(error: BaseException, source: Path | None = None) -> str:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """After a failure, one page: who failed, at which step, why, and what to do about it."""
 
+from pathlib import Path
 from typing import Protocol
 
 import msgspec
@@ -75,7 +76,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
             shown = ", ".join(str(r) for r in self.records[:16])
             more = f" and {len(self.records) - 16} more" if len(self.records) > 16 else ""
             lines.append(f"  data      micro-batch {self.micro_batch}: records {shown}{more}")
-        lines.append(f"  log       {self.log}")
+        if Path(self.log).exists():  # an inline worker has none of its own
+            lines.append(f"  log       {self.log}")
         if self.advice:
             lines.append(f"  advice    {self.advice}")
         if self.saved is not None:

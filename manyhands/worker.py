@@ -153,6 +153,10 @@ class Hand:
         model = build_model(task.model).to(self.device).train()
         optimizer = task.optimizer(model)
         schedule = task.schedule(optimizer) if task.schedule else None
+        if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            raise errors.TaskError(
+                "Task: ReduceLROnPlateau wants a score at every step; use a schedule that does not."
+            )
         self.replica = Replica(model, optimizer, schedule, self.memory, self.device)
         records, self.held_out = open_data(task.data, task.held_out)
         self.feed = WatchedFeed(self._feed(records), self)

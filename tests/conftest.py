@@ -9,7 +9,8 @@ import pytest
 
 from manyhands.launch.launchers import Launcher, Local, create_segments
 
-IGNORED = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_")  # torch sets the latter when it is imported
+# Set by torch and scikit-learn when they are imported.
+IGNORED = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_", "KMP_")
 
 
 @pytest.fixture(scope="session")

@@ -39,7 +39,12 @@ def test_a_wrong_setting_is_answered(setting: str, says: str) -> None:
 
 def test_epochs_and_steps_together_are_refused() -> None:
     with pytest.raises(ConfigError, match="leave one of them out"):
-        RunConfig().with_settings(["train.epochs=1", "train.steps=1"])
+        from_dict({"train": {"epochs": 1, "steps": 1}})
+
+
+def test_steps_on_the_command_line_replace_epochs_of_the_file() -> None:
+    train = RunConfig().with_settings(["train.epochs=3"]).with_settings(["train.steps=5"]).train
+    assert (train.epochs, train.steps) == (None, 5)
 
 
 def test_toml_survives_a_round_trip() -> None:
@@ -70,7 +75,7 @@ def test_a_plan_says_why() -> None:
 
 
 def test_more_workers_than_micro_batches_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"Use --workers 8, or set train.micro_batch to 12"):
+    with pytest.raises(ConfigError, match=r"Use --workers 8, or set train.micro_batch to 8"):
         plan(mh.TrainConfig(), HERE, workers=10, records=1000)
     with pytest.raises(ConfigError, match="at least 1"):
         plan(mh.TrainConfig(), HERE, workers=0, records=1000)

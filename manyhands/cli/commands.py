@@ -2,7 +2,9 @@
 """Every command. Heavy modules are imported inside: `--help` and `status` answer at once."""
 
 import json
+import sys
 import time
+import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -131,7 +133,12 @@ def evaluate(folder: RunFolder, step: Step = None, json: JsonFlag = False) -> No
     open_run(folder)
     from manyhands import answers
 
-    _show_pairs(answers.evaluate(folder, step=step), json)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        scores = answers.evaluate(folder, step=step)
+    for warning in caught:
+        print(f"warning: {warning.message}", file=sys.stderr)
+    _show_pairs(scores, json)
 
 
 @app.command()

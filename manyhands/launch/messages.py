@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What supervisor and workers say to each other. Plain typed data; every message has a generation.
 
-A worker speaks: Hello → (View) → Ready → Beat*, Part*, Scored*, Written* → Left | Trouble.
+A worker speaks: Hello → (View) → Beat*, Part*, Scored*, Written* → Left | Trouble. Its line stamps
+the generation of its view on everything it sends; what belongs to another one is dropped.
 The supervisor answers with View once, Reply to each round of Parts, and Commands at any time.
 """
 

@@ -150,6 +150,9 @@ class Supervisor:
                 self.audience.event(events.Exited(rank=rank, pid=sign.pid, how=how))
 
     def _hear(self, message: FromWorker) -> None:
+        generation = self.now.view.generation if self.now.view else 0
+        if message.generation != generation and not isinstance(message, Hello | Trouble):
+            return  # of a view that is over, or sent before there was one
         match message:
             case Hello(worker=worker, pid=pid, host=host):
                 self.now.members[worker] = Member(worker, worker, pid, host)

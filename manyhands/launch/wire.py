@@ -97,7 +97,7 @@ class Switchboard:
 class Line:
     """A worker's end. `beat()` is called by the line's thread and gives the next heartbeat."""
 
-    def __init__(self, keys: Keys, worker: int, beat: Callable[[], FromWorker | None]) -> None:
+    def __init__(self, keys: Keys, worker: int, beat: Callable[[], FromWorker]) -> None:
         self.beat = beat
         self.context = zmq.Context()
         self.socket: zmq.Socket[bytes] = self.context.socket(zmq.DEALER)
@@ -113,12 +113,13 @@ class Line:
         self.arrived = threading.Condition()
         self.commands: list[Stop] = []
         self.broken = threading.Event()
+        self.generation = 0
         self._wake = os.eventfd(0)
         self._thread = threading.Thread(target=self._run, name="line", daemon=True)
         self._thread.start()
 
     def send(self, message: FromWorker) -> None:
-        self.outgoing.put(message)
+        self.outgoing.put(self._stamped(message))
         os.eventfd_write(self._wake, 1)
 
     def reply(self, round: str) -> Reply:
@@ -142,6 +143,9 @@ class Line:
         self.context.term()
         os.close(self._wake)
 
+    def _stamped(self, message: FromWorker) -> FromWorker:
+        return msgspec.structs.replace(message, generation=self.generation)
+
     def _run(self) -> None:
         poller = zmq.Poller()
         poller.register(self.socket, zmq.POLLIN)
@@ -158,8 +162,7 @@ class Line:
                 return
             if time.monotonic() >= due:
                 due = time.monotonic() + BEAT_S
-                if (beat := self.beat()) is not None:
-                    self.socket.send(encode(beat))
+                self.socket.send(encode(self._stamped(self.beat())))
 
     def _send_waiting(self) -> bool:
         with suppress(queue.Empty):
@@ -178,6 +181,7 @@ class Line:
                 )
                 match message:
                     case View():
+                        self.generation = message.generation
                         self.views.put(message)
                     case Reply():
                         with self.arrived:

@@ -80,7 +80,8 @@ def _workers(
         raise ConfigError(f"--workers must be at least 1, got {asked}.")
     if asked > most:
         smaller = train.batch // asked
-        cure = f"train.micro_batch to {smaller} or less" if smaller else "train.batch larger"
+        divisor = max((d for d in range(1, smaller + 1) if train.batch % d == 0), default=None)
+        cure = f"train.micro_batch to {divisor}" if divisor else "train.batch larger"
         raise ConfigError(
             f"{asked} workers, but a step has only {most} micro-batches (train.batch "
             f"{train.batch} / train.micro_batch {train.micro_batch_size}), so some would have "

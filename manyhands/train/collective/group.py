@@ -19,7 +19,6 @@ from torch import Tensor
 
 from manyhands.errors import Broken
 from manyhands.train.collective.contract import Bounds, Bytes, Lanes, Sizes, stretch
-from manyhands.train.memory import Memory
 from manyhands.world import World
 
 torch_distributed: Any = dist
@@ -52,17 +51,7 @@ class Group:
             timeout=timedelta(seconds=timeout_s),
             pg_options=options,
         )
-        memory = Memory(None)  # untouched slots take no memory
-
-        def slot(dtype: torch.dtype, size: int) -> Tensor:
-            if device.type == "cpu":
-                return memory.tensor(size, dtype=dtype)
-            return torch.zeros(size, dtype=dtype, device=device)
-
-        self.slots: Sequence[Lanes] = [
-            {dtype: slot(dtype, size) for dtype, size in sizes.lanes.items()}
-            for _ in range(sizes.slots if device.type == "cpu" else min(sizes.slots, 4))
-        ]
+        self.slots: Sequence[Lanes] = _Slots(sizes, device)
         self._received: dict[tuple[int, int, torch.dtype], Tensor] = {}
 
     def gather(self, mine: Bytes) -> list[Bytes]:
@@ -124,6 +113,25 @@ class Group:
         with _broken_by_peers():
             for work in dist.batch_isend_irecv(operations):
                 work.wait()
+
+
+class _Slots(Sequence[Lanes]):
+    """Partial sums, made when they are first used: most workers need one or two."""
+
+    def __init__(self, sizes: Sizes, device: torch.device) -> None:
+        self.sizes, self.device = sizes, device
+        self._made: list[Lanes] = []
+
+    def __len__(self) -> int:
+        return self.sizes.slots
+
+    def __getitem__(self, k: Any) -> Any:
+        if isinstance(k, slice):
+            return [self[i] for i in range(*k.indices(len(self)))]
+        while len(self._made) <= k:
+            lanes = self.sizes.lanes.items()
+            self._made.append({d: torch.zeros(n, dtype=d, device=self.device) for d, n in lanes})
+        return self._made[k]
 
 
 class _broken_by_peers:  # noqa: N801 (reads as a statement)

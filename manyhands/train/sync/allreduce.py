@@ -35,7 +35,7 @@ from manyhands.train.memory import Memory
 from manyhands.train.optim import Entry, SharedOut, how_to_cut
 from manyhands.train.state import Replica
 from manyhands.train.sync.canonical import TreeSum, finish, most_parts
-from manyhands.train.sync.contract import StepFacts
+from manyhands.train.sync.contract import MIXED_WEIGHTS, StepFacts
 from manyhands.world import World
 
 HEADER = 1  # [last command heard]
@@ -201,9 +201,7 @@ class AllReduce:
             raise LossNotFinite(owner, cut.step, int(index), float(losses[index]), ())
         weighted = not np.isnan(weights).all()
         if weighted and np.isnan(weights).any():
-            raise TaskError(
-                "the loss returned a weight for some micro-batches and none for others."
-            )
+            raise TaskError(MIXED_WEIGHTS)
         scales = weights if weighted else shares
         at = FACTS + MOST_NUMBERS
         flags = rows[:, at : at + len(self._trainable)]

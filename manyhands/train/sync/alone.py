@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from manyhands.deal import Cut, MicroBatch, Node
-from manyhands.errors import LossNotFinite
+from manyhands.errors import LossNotFinite, TaskError
 from manyhands.train.buffers import Row
 from manyhands.train.clip import block_norms, coefficient, torch_coefficient
 from manyhands.train.layout import BLOCK, share_out
@@ -22,7 +22,7 @@ from manyhands.train.memory import Memory
 from manyhands.train.optim import Entry, SharedOut, how_to_cut
 from manyhands.train.state import Replica
 from manyhands.train.sync.canonical import finish
-from manyhands.train.sync.contract import StepFacts
+from manyhands.train.sync.contract import MIXED_WEIGHTS, StepFacts
 
 
 class Alone:
@@ -96,6 +96,10 @@ class Alone:
     def _facts(self, cut: Cut) -> StepFacts:
         scales = self._scales()
         total = sum(scales)
+        if len({leaf.weight is None for leaf in self._leaves}) > 1:
+            raise TaskError(MIXED_WEIGHTS)
+        if total == 0:
+            raise TaskError(f"all weights that the loss returned in step {cut.step} are 0.")
         names = sorted({name for leaf in self._leaves for name in leaf.numbers})
         pairs = list(zip(self._leaves, scales, strict=True))
         numbers = {n: sum(x.numbers.get(n, 0.0) * w for x, w in pairs) / total for n in names}

@@ -9,6 +9,8 @@ from manyhands.deal import Cut, MicroBatch
 from manyhands.train.leaf import LossFn
 from manyhands.train.optim import Entry
 
+MIXED_WEIGHTS = "the loss returned a weight for some micro-batches and none for others."
+
 
 @dataclass(frozen=True, slots=True)
 class StepFacts:

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every Storage, Collective and Launcher promises, as classes of tests.
+
+Subclass one and return yours from the fixture; pytest does the rest.
+"""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from manyhands.checkpoint.storage import Manifest, Storage
+from manyhands.errors import CheckpointDamaged
+from manyhands.launch.agent import Exit
+from manyhands.launch.launchers import Launcher
+from manyhands.train.collective.contract import Bounds, Collective
+
+F32 = torch.float32
+
+
+class StorageContract:
+    @pytest.fixture
+    def storage(self) -> Storage:
+        raise NotImplementedError("return the storage under test")
+
+    @staticmethod
+    def save(storage: Storage, step: int, content: bytes = b"weights") -> None:
+        record = storage.put(step, "model", [content[:3], content[3:]])
+        storage.commit(Manifest(step, {"model": record}))
+
+    def test_a_step_is_invisible_until_it_is_committed(self, storage: Storage) -> None:
+        record = storage.put(10, "model", [b"weights"])
+        assert storage.steps() == []
+        storage.commit(Manifest(10, {"model": record}))
+        assert storage.steps() == [10]
+
+    def test_what_is_read_is_what_was_written(self, storage: Storage) -> None:
+        self.save(storage, 7, b"0123456789")
+        assert storage.get(7, "model").read_bytes() == b"0123456789"
+
+    def test_steps_are_ascending_and_can_be_deleted(self, storage: Storage) -> None:
+        for step in (30, 4, 200):
+            self.save(storage, step)
+        assert storage.steps() == [4, 30, 200]
+        storage.delete(30)
+        assert storage.steps() == [4, 200]
+
+    def test_a_step_can_be_saved_again(self, storage: Storage) -> None:
+        self.save(storage, 5, b"old one")
+        self.save(storage, 5, b"new one")
+        assert storage.get(5, "model").read_bytes() == b"new one"
+
+    def test_a_flipped_bit_is_noticed(self, storage: Storage) -> None:
+        self.save(storage, 5)
+        path = storage.get(5, "model")
+        damaged = bytearray(path.read_bytes())
+        damaged[2] ^= 4
+        path.write_bytes(damaged)
+        with pytest.raises(CheckpointDamaged, match="damaged"):
+            storage.get(5, "model")
+        with pytest.raises(CheckpointDamaged, match="not in the step's manifest"):
+            storage.get(5, "other")
+
+
+class CollectiveContract:
+    """The fixture gives a function that runs `body(rank, collective)` on `ranks` workers."""
+
+    @pytest.fixture
+    def on_ranks(self) -> Callable[..., list[object]]:
+        raise NotImplementedError("return a function (ranks, body) -> results by rank")
+
+    def test_everyone_gathers_everyones_message(
+        self, on_ranks: Callable[..., list[object]]
+    ) -> None:
+        def body(rank: int, collective: Collective) -> list[list[int]]:
+            found: list[list[int]] = []
+            for turn in range(5):
+                mine = np.full(6, 10 * turn + rank, dtype=np.uint8)
+                found.append([int(m[0]) for m in collective.gather(mine)])
+            return found
+
+        for result in on_ranks(3, body):
+            assert result == [[10 * t, 10 * t + 1, 10 * t + 2] for t in range(5)]
+
+    def test_each_owner_gets_its_stretch_of_every_slot(
+        self, on_ranks: Callable[..., list[object]]
+    ) -> None:
+        owned: Sequence[Bounds] = [{F32: (0, 3)}, {F32: (3, 4)}, {F32: (4, 8)}]
+        counts = [2, 0, 1]
+
+        def body(rank: int, collective: Collective) -> list[list[float]]:
+            for k in range(counts[rank]):
+                collective.slots[k][F32].copy_(torch.arange(8) + 100.0 * rank + 10 * k)
+            collective.gather(np.zeros(1, dtype=np.uint8))
+            parts = collective.exchange(counts, owned)
+            return [slot[F32].tolist() for slots in parts for slot in slots]
+
+        for rank, result in enumerate(on_ranks(3, body)):
+            (start, stop) = owned[rank][F32]
+            offsets = (0.0, 10.0, 200.0)
+            assert result == [[float(i) + o for i in range(start, stop)] for o in offsets]
+
+
+class LauncherContract:
+    """The fixture's workers run `contract_worker`: it does what its orders say."""
+
+    @pytest.fixture
+    def launcher(self) -> Launcher:
+        raise NotImplementedError("return a launcher whose entry is contract_worker")
+
+    @staticmethod
+    def exits(launcher: Launcher, count: int) -> list[Exit]:
+        found: list[Exit] = []
+        deadline = time.monotonic() + 30
+        while len(found) < count:
+            assert time.monotonic() < deadline, "workers did not end"
+            found += [s for s in launcher.poll() if isinstance(s, Exit)]
+            time.sleep(0.005)
+        return found
+
+    def test_exit_codes_are_reported(self, launcher: Launcher, tmp_path: Path) -> None:
+        launcher.start(0, b"exit 0", tmp_path / "log")
+        (exit,) = self.exits(launcher, 1)
+        assert (exit.worker, exit.code) == (0, 0)
+        launcher.stop()
+        launcher.start(1, b"exit 3", tmp_path / "log")
+        (exit,) = self.exits(launcher, 1)
+        assert (exit.worker, exit.code) == (1, 3)
+        launcher.stop()
+
+    def test_the_memory_is_blank_for_the_next_run(self, launcher: Launcher, tmp_path: Path) -> None:
+        launcher.start(0, f"write {launcher.fds[1]}".encode(), tmp_path / "log")
+        self.exits(launcher, 1)
+        assert os.pread(launcher.fds[1], 5, 0) == b"hello"
+        launcher.stop()
+        assert os.pread(launcher.fds[1], 5, 0) == bytes(5)
+
+
+def contract_worker(orders: bytes) -> int:
+    verb, argument = orders.decode().split()
+    match verb:
+        case "exit":
+            return int(argument)
+        case "write":
+            os.pwrite(int(argument), b"hello", 0)
+            return 0
+        case "kill":
+            os.kill(os.getpid(), int(argument))
+            return 0
+        case "sleep":
+            signal.pause() if threading.current_thread() is threading.main_thread() else None
+            return 0
+        case _:
+            raise ValueError(verb)

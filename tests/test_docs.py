@@ -1,0 +1,68 @@
+"""Docs and examples are run, not believed."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import manyhands as mh
+from manyhands.config import SECTIONS, from_toml
+from manyhands.launch.launchers import Launcher
+
+ROOT = Path(mh.__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+EXAMPLES = sorted(p for p in (ROOT / "examples").iterdir() if p.suffix in (".py", ".toml"))
+
+
+def blocks(path: Path, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", path.read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_links_and_code_blocks_are_right(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
+        assert target.startswith("http") or (page.parent / target).exists(), target
+    for code in blocks(page, "python"):
+        compile(code, str(page), "exec")
+    for text in blocks(page, "toml"):
+        tomllib.loads(text)
+        from_toml(text, where=str(page))
+
+
+def test_every_setting_is_in_the_manual() -> None:
+    import dataclasses
+
+    text = (ROOT / "docs" / "config.md").read_text()
+    for name, section in SECTIONS.items():
+        assert f"[{name}]" in text
+        for field in dataclasses.fields(section):
+            assert f"`{field.name}`" in text, f"{name}.{field.name}"
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.name)
+def test_examples_run(path: Path, launcher: Launcher, tmp_path: Path) -> None:
+    assert len(path.read_text().splitlines()) < 80
+    if "__main__" in path.read_text():
+        pytest.skip("a program of its own; it is the same task as the first")
+    report = mh.train(
+        path,
+        to=tmp_path / "run",
+        workers=2,
+        settings=["train.steps=3"],
+        quiet=True,
+        launcher=launcher,
+    )
+    assert report.step == 3
+
+
+def test_the_example_that_calls_us_from_python_runs(tmp_path: Path) -> None:
+    import subprocess
+    import sys
+
+    (program,) = [p for p in EXAMPLES if "__main__" in p.read_text()]
+    done = subprocess.run(
+        [sys.executable, str(program)], cwd=tmp_path, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
