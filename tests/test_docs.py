@@ -13,6 +13,8 @@ from manyhands.launch.launchers import Launcher
 ROOT = Path(mh.__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 EXAMPLES = sorted(p for p in (ROOT / "examples").iterdir() if p.suffix in (".py", ".toml"))
+PROGRAMS = [p for p in EXAMPLES if "__main__" in p.read_text()]
+TASKS = [p for p in EXAMPLES if p not in PROGRAMS]
 
 
 def blocks(path: Path, language: str) -> list[str]:
@@ -40,11 +42,9 @@ def test_every_setting_is_in_the_manual() -> None:
             assert f"`{field.name}`" in text, f"{name}.{field.name}"
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.name)
+@pytest.mark.parametrize("path", TASKS, ids=lambda p: p.name)
 def test_examples_run(path: Path, launcher: Launcher, tmp_path: Path) -> None:
     assert len(path.read_text().splitlines()) < 80
-    if "__main__" in path.read_text():
-        pytest.skip("a program of its own; it is the same task as the first")
     report = mh.train(
         path,
         to=tmp_path / "run",
@@ -56,11 +56,11 @@ def test_examples_run(path: Path, launcher: Launcher, tmp_path: Path) -> None:
     assert report.step == 3
 
 
-def test_the_example_that_calls_us_from_python_runs(tmp_path: Path) -> None:
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.name)
+def test_examples_that_call_us_from_python_run(program: Path, tmp_path: Path) -> None:
     import subprocess
     import sys
 
-    (program,) = [p for p in EXAMPLES if "__main__" in p.read_text()]
     done = subprocess.run(
         [sys.executable, str(program)], cwd=tmp_path, capture_output=True, text=True, timeout=100
     )
