@@ -15,7 +15,7 @@ from manyhands.data.feed import held_out_batches
 from manyhands.data.records import open_data
 from manyhands.errors import RunDirError
 from manyhands.evaluate import scores
-from manyhands.run import reload
+from manyhands.finding import reload
 from manyhands.rundir import RunDir, open_run
 from manyhands.task import Task
 from manyhands.train.memory import Memory

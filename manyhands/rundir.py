@@ -107,21 +107,23 @@ def new_run_path(root: Path, name: str) -> Path:
     return path
 
 
-def write_whole(path: Path, content: bytes | str) -> None:
-    """Readers see the old file or the new one, never half of it, even after a power cut."""
+def write_whole(path: Path, content: bytes | str, *, durable: bool = True) -> None:
+    """Readers see the old file or the new one, never half; if `durable`, also after a crash."""
     draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
     data = content.encode() if isinstance(content, str) else content
     try:
         with open(draft, "wb") as file:
             file.write(data)
             file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
         os.replace(draft, path)
     except OSError:
         with suppress(OSError):
             draft.unlink()
         raise
-    sync_folder(path.parent)
+    if durable:
+        sync_folder(path.parent)
 
 
 def sync_folder(folder: Path) -> None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """After a failure, one page: who failed, at which step, why, and what to do about it."""
 
+import errno
 from pathlib import Path
 from typing import Protocol
 
@@ -11,7 +12,7 @@ class CauseLike(Protocol):
     """What membership decided was the first cause."""
 
     @property
-    def rank(self) -> int: ...
+    def rank(self) -> int | None: ...
     @property
     def pid(self) -> int: ...
     @property
@@ -34,7 +35,8 @@ class CauseLike(Protocol):
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     run: str
-    rank: int
+    rank: int | None
+    """None: the driver."""
     pid: int
     host: str
     step: int
@@ -68,7 +70,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
     def page(self) -> str:
         """For a terminal; the most important line first."""
-        lines = [f"The run failed at step {self.step}, on rank {self.rank}: {self.what}"]
+        where = "in the driver" if self.rank is None else f"on rank {self.rank}"
+        lines = [f"The run failed at step {self.step}, {where}: {self.what}"]
         if self.detail:
             lines += ["", self.detail]
         lines += ["", f"  process   {self.pid} on {self.host}; {self.noticed_by}"]
@@ -87,3 +90,19 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
                 "  saved     nothing; a [checkpoint] section with every_steps saves on the way"
             )
         return "\n".join(lines)
+
+
+def explain(error: BaseException) -> str:
+    """An exception from user code, torch or the machine, with advice where we have some."""
+    name = type(error).__name__
+    text = f"{name}: {error}" if str(error) else name
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return (
+            f"the disk is full ({error.filename or 'while saving'}). The last good checkpoint is "
+            "still there: free some space, then resume."
+        )
+    if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+        return f"memory ran out. Lower train.micro_batch or use fewer workers. ({text})"
+    if isinstance(error, SystemExit):
+        return f"the task called exit({error.code})"
+    return text

@@ -7,7 +7,6 @@ as `Trouble` before it ends, with the user's own frames on top.
 """
 
 import dataclasses
-import errno
 import math
 import os
 import traceback
@@ -32,6 +31,7 @@ from manyhands.launch import shipping
 from manyhands.launch.messages import (
     Hello,
     Left,
+    Notice,
     Part,
     SavedFile,
     Scored,
@@ -44,10 +44,7 @@ from manyhands.launch.wire import Keys, Line
 from manyhands.rundir import RunDir
 from manyhands.task import Task, user_traceback
 from manyhands.testing.faults import FaultPlan
-from manyhands.train import leaf, loop
-from manyhands.train.collective.contract import Collective, Sizes
-from manyhands.train.collective.group import Group
-from manyhands.train.collective.shared import Shared
+from manyhands.train import leaf, loop, strategies, suspects
 from manyhands.train.memory import Memory
 from manyhands.train.optim import (
     Entry,
@@ -59,10 +56,9 @@ from manyhands.train.optim import (
 )
 from manyhands.train.seeds import seed_everything
 from manyhands.train.state import Replica, build_model
-from manyhands.train.sync.allreduce import AllReduce
-from manyhands.train.sync.alone import Alone
-from manyhands.train.sync.contract import StepFacts, Sync
-from manyhands.world import World, machine, peak_memory_bytes, usable_cores
+from manyhands.train.sync.contract import StepFacts
+from manyhands.verdict import explain
+from manyhands.world import World, machine, peak_memory_bytes
 
 
 class Orders(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,6 +79,13 @@ class Orders(msgspec.Struct, frozen=True, kw_only=True):
     """A safetensors file to take the first weights from."""
     log_every: int = 10
     faults: FaultPlan = FaultPlan()
+
+
+class Built(msgspec.Struct, frozen=True):
+    """What a worker's model looks like, for comparing."""
+
+    layout: str
+    marks: dict[str, int]
 
 
 def main(orders: bytes) -> int:
@@ -147,7 +150,7 @@ class Hand:
         train, task = self.config.train, self.task
         assert task.loss is not None and task.optimizer is not None
         self.loss: leaf.LossFn = task.loss
-        self.device = self._device()
+        self.device = strategies.choose_device(train, self.world.rank)
         self.memory = Memory(self.orders.state_fd if self.orders.collective == "shared" else None)
         seed_everything(train.seed, "model")
         model = build_model(task.model).to(self.device).train()
@@ -160,7 +163,51 @@ class Hand:
         self.replica = Replica(model, optimizer, schedule, self.memory, self.device)
         records, self.held_out = open_data(task.data, task.held_out)
         self.feed = WatchedFeed(self._feed(records), self)
-        self.sync: Sync = self._strategy()
+        self._compare(model)
+        make = strategies.collective(
+            self.orders.collective,
+            train,
+            self.world,
+            self.memory,
+            device=self.device,
+            rendezvous=self.run.root / f".rendezvous-{self.view.generation}",
+            broken=self.line.broken.is_set,
+        )
+        self.sync = strategies.strategy(
+            train,
+            self.replica,
+            self.world,
+            self.memory,
+            make,
+            speeds=tuple(self.view.speeds),
+            heard=self.line.heard,
+        )
+
+    def _compare(self, model: torch.nn.Module) -> None:
+        """Every worker must have built the same model; say what may make results differ."""
+        built = Built(
+            layout=self.replica.layout.digest, marks=suspects.marks(self.replica.parameters)
+        )
+        everyone = self._all(f"built-{self.view.generation}", msgspec.msgpack.encode(built))
+        others = [msgspec.msgpack.decode(b, type=Built) for b in everyone]
+        for rank, other in enumerate(others):
+            if other.layout != others[0].layout:
+                raise errors.TaskError(
+                    f"the model that rank {rank} built has other tensors than rank 0's. A model "
+                    "must not depend on the process that builds it, or on randomness of its own."
+                )
+        if self.world.leads:
+            notes = suspects.private_generators(model, self.task.data)
+            if (note := suspects.unlike(others[0].marks, [o.marks for o in others])) is not None:
+                notes.append(note)
+            for note in notes:
+                self.line.send(Notice(text=note))
+            self.plain = suspects.PlainState(model)
+
+    def _all(self, round: str, payload: bytes) -> list[bytes]:
+        """Everyone's payload, by rank, through the supervisor."""
+        self.line.send(Part(worker=self.orders.worker, round=round, payload=payload, to_all=True))
+        return self.line.reply(round).parts
 
     def _feed(self, records: Records) -> Feed:
         train = self.config.train
@@ -170,54 +217,6 @@ class Hand:
             batch=train.batch,
             micro_batch=train.micro_batch_size,
             seeder=seed_everything,
-        )
-
-    def _device(self) -> torch.device:
-        if self.config.train.device == "cpu":
-            return torch.device("cpu")
-        if not torch.cuda.is_available():
-            raise errors.ConfigError('train.device = "cuda", but torch sees no GPU here.')
-        device = torch.device("cuda", self.world.rank % torch.cuda.device_count())
-        torch.cuda.set_device(device)
-        return device
-
-    def _strategy(self) -> Sync:
-        train = self.config.train
-        if train.sync == "alone":
-            return Alone(
-                self.replica,
-                micro_batches=train.micro_batches,
-                seed=train.seed,
-                precision=train.precision,
-                clip_norm=train.clip_norm,
-                heard=self.line.heard,
-            )
-        return AllReduce(
-            self.replica,
-            self.world,
-            self.memory,
-            self._collective,
-            micro_batches=train.micro_batches,
-            speeds=tuple(self.view.speeds),
-            seed=train.seed,
-            precision=train.precision,
-            clip_norm=train.clip_norm,
-            heard=self.line.heard,
-        )
-
-    def _collective(self, sizes: Sizes) -> Collective:
-        if self.orders.collective == "shared":
-            # Spinning is for workers that have a core to themselves.
-            spin = self.world.num_ranks * self.config.train.threads <= usable_cores()
-            broken = self.line.broken.is_set
-            return Shared(self.world, self.memory, sizes, spin=spin, broken=broken)
-        meeting = self.run.root / f".rendezvous-{self.view.generation}"
-        return Group(
-            self.world,
-            sizes,
-            backend=self.orders.collective,
-            rendezvous=meeting,
-            device=self.device,
         )
 
     # ---- restore
@@ -268,6 +267,9 @@ class Hand:
         if not self.begun:  # people wait for the first sign of life
             self.begun = True
             self.line.send(self.pulse.beat())
+            if self.world.leads:
+                for note in self.plain.changed():
+                    self.line.send(Notice(text=note))
 
     def _evaluate(self, replica: Replica, facts: StepFacts | None = None) -> bool:
         """Score the held-out records together; True when the supervisor says to stop."""
@@ -336,7 +338,6 @@ class Hand:
         if self.saved_at != self.replica.step:
             self._save(self.replica)
         self.saver.drain()
-        self.sync.close()
         self.line.send(self.pulse.beat())
         self.line.send(
             Left(
@@ -347,6 +348,7 @@ class Hand:
                 loss=self.pulse.loss,
             )
         )
+        self.sync.close()  # last: gloo has been seen to hang in it, and by now nobody minds
 
     def report(self, error: BaseException) -> None:
         """Tell the supervisor what went wrong here."""
@@ -404,22 +406,6 @@ def _with_records(error: errors.LossNotFinite, feed: Feed) -> errors.LossNotFini
     rank, step, index, loss, _ = error.args
     ids = feed.ids(feed.cut(step), index)
     return errors.LossNotFinite(rank, step, index, loss, ids)
-
-
-def explain(error: BaseException) -> str:
-    """An exception from user code, torch or the machine, with advice where we have some."""
-    name = type(error).__name__
-    text = f"{name}: {error}" if str(error) else name
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return (
-            f"the disk is full ({error.filename or 'while saving'}). The last good checkpoint is "
-            "still there: free some space, then resume."
-        )
-    if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
-        return f"memory ran out. Lower train.micro_batch or use fewer workers. ({text})"
-    if isinstance(error, SystemExit):
-        return f"the task called exit({error.code})"
-    return text
 
 
 def evaluation_of(task: Task, config: RunConfig) -> scores.Evaluation:

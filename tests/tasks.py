@@ -133,6 +133,10 @@ class Augmented(Dataset[dict[str, Tensor]]):
         return {"x": x, "y": self.data["y"][i]}
 
 
+class OwnOptimizer(torch.optim.SGD):
+    """A subclass could do anything, so it is left whole."""
+
+
 def one_cycle(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=60)
 
@@ -174,6 +178,22 @@ def make(kind: str) -> mh.Task:
                 loss=classify,
                 optimizer=odd_optimizer,
                 schedule=one_cycle,
+                data=images(),
+            )
+        case "wide":
+            return mh.Task(
+                model=lambda: nn.Sequential(
+                    nn.Flatten(), nn.Linear(192, 333), nn.GELU(), nn.Linear(333, 5)
+                ),
+                loss=classify,
+                optimizer=lambda m: optim.AdamW(m.parameters(), lr=1e-2),
+                data=images(),
+            )
+        case "own":
+            return mh.Task(
+                model=ConvNet,
+                loss=classify,
+                optimizer=lambda m: OwnOptimizer(m.parameters(), lr=1e-2, momentum=0.9),
                 data=images(),
             )
         case "augmented":

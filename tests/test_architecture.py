@@ -24,7 +24,7 @@ WORDS = {
     "version",
     "world",
 }
-STORIES = {"run", "worker", "answers", "cli", "__main__", "__init__"}
+STORIES = {"run", "worker", "answers", "desk", "finding", "cli", "__main__", "__init__"}
 STAGES = {p.name for p in ROOT.iterdir() if p.is_dir() and p.name not in ("cli", "__pycache__")}
 FILES = sorted(ROOT.rglob("*.py"))
 

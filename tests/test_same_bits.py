@@ -15,6 +15,8 @@ SETTINGS: dict[str, list[str]] = {
     "transformer": ["train.precision=bf16"],
     "odd": ["train.clip_norm=0.5"],
     "augmented": [],
+    "own": [],
+    "wide": ["train.threads=2", "train.clip_norm=0.2"],
 }
 
 

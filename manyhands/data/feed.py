@@ -67,12 +67,16 @@ class Feed:
 def held_out_batches(
     records: Records, *, batch: int, indices: Iterable[int], seed: int, seeder: Seeder
 ) -> Iterator[tuple[int, int, Any]]:
-    """(index, number of records, batch) of the held-out records, in their own order."""
+    """(index, number of records, batch) of the held-out records, in their own order.
+
+    Random numbers are seeded for fetching and again for whatever the model then draws.
+    """
     for index in indices:
         ids = np.arange(index * batch, min((index + 1) * batch, len(records)))
-        if records.draws_randomness:
-            seeder(seed, 0, index, "held out")
-        yield index, len(ids), records.batch(ids)
+        seeder(seed, 0, index, "held out")
+        batch = records.batch(ids)
+        seeder(seed, 0, index, "score")
+        yield index, len(ids), batch
 
 
 def on_device(batch: Any, device: torch.device) -> Any:

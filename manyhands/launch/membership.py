@@ -39,7 +39,8 @@ class Situation:
 class Cause:
     """The first cause of a failure."""
 
-    rank: int
+    rank: int | None
+    """None: the driver."""
     pid: int
     host: str
     step: int

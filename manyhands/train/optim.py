@@ -17,7 +17,8 @@ A parameter that received no gradient in any micro-batch is skipped: None is not
 import inspect
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -258,6 +259,20 @@ def _slots(
         (key, dtype): memory.tensor(layout.trainable_sizes[dtype], dtype=kept)
         for (key, dtype), kept in sorted(found.items(), key=str)
     }
+
+
+@contextmanager
+def one_thread() -> Generator[None]:
+    """Several threads would cut a span where vector kernels leave a scalar tail: other bits."""
+    threads = torch.get_num_threads()
+    if threads == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def without_dynamo() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from manyhands.errors import CheckpointMismatch, TaskError
@@ -33,6 +34,12 @@ class Replica:
         self.model, self.optimizer, self.schedule = model, optimizer, schedule
         self.step = 0
         """Optimizer steps done."""
+        for name, parameter in model.named_parameters():
+            if is_lazy(parameter):
+                raise TaskError(
+                    f"Task: parameter '{name}' has no shape yet (a lazy module). Let the function "
+                    "that builds the model run it once on an example before it returns it."
+                )
         self.layout: Layout = lay_out(parameters_of(model))
         self.weights: Lanes = {
             dtype: memory.tensor(size, dtype=dtype)

@@ -24,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from manyhands.config import TrainConfig
 from manyhands.deal import Cut, MicroBatch, Node, deal, subtrees
 from manyhands.errors import LossNotFinite, TaskError
 from manyhands.train.buffers import pack, packed_size, unpack
@@ -32,7 +33,7 @@ from manyhands.train.collective.contract import Bounds, Collective, Lanes, Sizes
 from manyhands.train.layout import blocks, bounds, share_out
 from manyhands.train.leaf import MOST_NUMBERS, Leaf, LossFn, compute
 from manyhands.train.memory import Memory
-from manyhands.train.optim import Entry, SharedOut, how_to_cut
+from manyhands.train.optim import Entry, SharedOut, how_to_cut, one_thread
 from manyhands.train.state import Replica
 from manyhands.train.sync.canonical import TreeSum, finish, most_parts
 from manyhands.train.sync.contract import MIXED_WEIGHTS, StepFacts
@@ -63,23 +64,22 @@ class AllReduce:
         world: World,
         memory: Memory,
         collective: Callable[[Sizes], Collective],
+        train: TrainConfig,
         *,
-        micro_batches: int,
         speeds: tuple[float, ...],
-        seed: int,
-        precision: str,
-        clip_norm: float | None,
         heard: Callable[[], int],
     ) -> None:
+        """`heard` gives the number of the last command that has reached this worker."""
         self.replica, self.world, self.speeds, self.heard = replica, world, speeds, heard
-        self.micro_batches = micro_batches
-        self.seed, self.precision, self.clip_norm = seed, precision, clip_norm
+        self.micro_batches = train.micro_batches
+        self.seed, self.precision = train.seed, train.precision
+        self.clip_norm = train.clip_norm
         layout = replica.layout
         cut, self.because = how_to_cut(replica.optimizer)
         self.spans = share_out(layout, world.num_ranks, cut=cut)
         self.bounds = [bounds(spans) for spans in self.spans]
         self.width = FACTS + MOST_NUMBERS + len(layout.trainable) + replica.buffers.row_width
-        most_leaves = micro_batches + 1  # a last record joins the batch before it
+        most_leaves = train.micro_batches + 1  # a last record joins the batch before it
         most_blocks = max(len(blocks(spans)) for spans in self.spans)
         self.collective = collective(
             Sizes(
@@ -225,7 +225,8 @@ class AllReduce:
         with torch.no_grad():
             gradient = self._exchange(step)
             self._scale(gradient, step)
-            self.optimizer.step(gradient, self.bounds[self.world.rank], step.touched)
+            with one_thread():
+                self.optimizer.step(gradient, self.bounds[self.world.rank], step.touched)
             self.optimizer.release_gradients()
             self._commit_buffers(step)
             self.collective.share(self.replica.weights, self.bounds)

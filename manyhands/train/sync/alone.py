@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from manyhands.config import TrainConfig
 from manyhands.deal import Cut, MicroBatch, Node
 from manyhands.errors import LossNotFinite, TaskError
 from manyhands.train.buffers import Row
@@ -19,7 +20,7 @@ from manyhands.train.clip import block_norms, coefficient, torch_coefficient
 from manyhands.train.layout import BLOCK, share_out
 from manyhands.train.leaf import Leaf, LossFn, compute
 from manyhands.train.memory import Memory
-from manyhands.train.optim import Entry, SharedOut, how_to_cut
+from manyhands.train.optim import Entry, SharedOut, how_to_cut, one_thread
 from manyhands.train.state import Replica
 from manyhands.train.sync.canonical import finish
 from manyhands.train.sync.contract import MIXED_WEIGHTS, StepFacts
@@ -29,16 +30,13 @@ class Alone:
     def __init__(
         self,
         replica: Replica,
+        train: TrainConfig,
         *,
-        micro_batches: int,
-        seed: int,
-        precision: str,
-        clip_norm: float | None,
         heard: Callable[[], int] = lambda: 0,
     ) -> None:
-        self.heard = heard
-        self.replica, self.micro_batches = replica, micro_batches
-        self.seed, self.precision, self.clip_norm = seed, precision, clip_norm
+        self.replica, self.heard, self.micro_batches = replica, heard, train.micro_batches
+        self.seed, self.precision = train.seed, train.precision
+        self.clip_norm = train.clip_norm
         how_to_cut(replica.optimizer)  # refuses what cannot be done
         (spans,) = share_out(replica.layout, 1, cut="nowhere")
         self.state = SharedOut(
@@ -126,7 +124,8 @@ class Alone:
             if weighted:
                 parameter.grad /= total
         self._clip()
-        replica.optimizer.step()
+        with one_thread():
+            replica.optimizer.step()
         replica.optimizer.zero_grad()
         self._commit_buffers()
 

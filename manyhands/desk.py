@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The driver's desk: everything the supervisor reports is dealt with here.
+
+Events are written, checkpoints committed and deleted, scores judged, the display and the status
+file kept up to date; and at the end a report, a verdict or a word about how to resume.
+"""
+
+import os
+import platform
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import msgspec
+
+from manyhands import events
+from manyhands.checkpoint.files import MODEL
+from manyhands.checkpoint.storage import FileRecord, Folder, Manifest, to_delete
+from manyhands.checkpoint.tensors import fingerprint
+from manyhands.config import RunConfig
+from manyhands.errors import Interrupted, RequestError, RunFailed
+from manyhands.evaluate.progress import best_step, should_stop
+from manyhands.launch.membership import Cause
+from manyhands.launch.messages import Beat, SavedFile
+from manyhands.launch.supervisor import Done, WorkerStatus
+from manyhands.monitor.terminal import Display, Progress, display
+from manyhands.monitor.writers import CsvWriter, TensorBoardWriter, Writer
+from manyhands.plan.planner import Plan
+from manyhands.report import Report
+from manyhands.rundir import RunDir, write_whole
+from manyhands.task import Loaded
+from manyhands.testing.faults import FaultPlan
+from manyhands.verdict import Verdict, explain
+
+OnStep = Callable[[events.Stepped], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One call of `train` or `resume`, after its arguments were made sense of."""
+
+    run: RunDir
+    loaded: Loaded
+    config: RunConfig
+    workers: int | None
+    on_step: OnStep | None
+    quiet: bool
+    faults: FaultPlan
+    notes: Sequence[str] = ()
+
+
+class Desk:
+    """The driver's side of everything the supervisor reports."""
+
+    def __init__(self, job: Job, made: Plan, first_step: int, started: float) -> None:
+        self.job, self.plan, self.started = job, made, started
+        self.storage = Folder(job.run)
+        self.log = events.EventLog(job.run.events)
+        self.display: Display = display(quiet=job.quiet)
+        self.writers = _writers(job)
+        self.first_step_s = 0.0
+        self.first_beat: tuple[float, int] | None = None
+        self.last_beat: tuple[float, int] = (started, 0)
+        self.state = "running"
+        self.status_of: list[WorkerStatus] = []
+        self.history = [
+            (e.step, e.scores)
+            for e in events.read_events(job.run.events)
+            if isinstance(e, events.Evaluated) and e.step <= first_step
+        ]
+        self.progress = Progress(
+            step=first_step,
+            total_steps=made.steps.value,
+            steps_per_epoch=made.steps_per_epoch,
+            batch=job.config.train.batch,
+            workers=made.workers.value,
+        )
+        verb = f"resuming at step {first_step}" if first_step else "training"
+        self.display.note(f"{verb} in {job.run.root}")
+        for line in made.lines():
+            self.display.note(f"  {line}")
+        self.event(
+            events.Started(
+                step=first_step,
+                total_steps=made.steps.value,
+                workers=made.workers.value,
+                pid=os.getpid(),
+                host=platform.node(),
+            )
+        )
+
+    # ---- what the supervisor tells
+
+    def event(self, event: events.AnyEvent) -> None:
+        self.log.write(event)
+        self.display.event(event)
+        for writer in self.writers:
+            writer.write(event)
+
+    def beat(self, beat: Beat) -> None:
+        if beat.loss is None:
+            return
+        now = time.time()
+        if self.first_beat is None:
+            self.first_beat, self.first_step_s = (now, beat.records), now - self.started
+            self.last_beat = self.first_beat  # what came before was start-up, not training
+        then, before = self.last_beat
+        if beat.records > before and now > then:
+            speed = (beat.records - before) / (now - then)
+            old = self.progress.samples_per_s
+            self.progress.samples_per_s = speed if not old else 0.8 * old + 0.2 * speed
+            self.last_beat = (now, beat.records)
+        self.progress.step, self.progress.loss = beat.step, beat.loss
+        self.display.progress(self.progress)
+        for record in beat.steps:
+            event = events.Stepped(
+                step=record.step,
+                epoch=record.epoch,
+                loss=record.loss,
+                lr=record.lr,
+                samples_per_s=self.progress.samples_per_s,
+                numbers=record.numbers,
+            )
+            self.event(event)
+            if self.job.on_step is not None:
+                self.job.on_step(event)
+
+    def status(self, workers: list[WorkerStatus]) -> None:
+        self.status_of = workers
+        self._write_status()
+
+    def scored(self, step: int, scores: dict[str, float]) -> str | None:
+        self.event(events.Evaluated(step=step, scores=scores))
+        self.history = [h for h in self.history if h[0] != step] + [(step, scores)]
+        evaluate = self.job.config.evaluate
+        if evaluate is None:
+            return None
+        return should_stop(self.history, by=evaluate.by, patience=evaluate.stop_early)
+
+    def written(self, step: int, files: list[SavedFile], blocked_s: float) -> None:
+        manifest = Manifest(step, {f.name: FileRecord(f.size_bytes, f.sha256) for f in files})
+        self.storage.commit(manifest)
+        self.event(events.Saved(step=step, size_bytes=manifest.size_bytes, blocked_s=blocked_s))
+        self._retain()
+
+    def _retain(self) -> None:
+        checkpoint = self.job.config.checkpoint
+        if checkpoint is None:
+            return
+        steps = self.storage.steps()
+        best = None
+        if checkpoint.keep_best is not None:
+            saved = [(step, scores) for step, scores in self.history if step in steps]
+            best = best_step(saved, checkpoint.keep_best)
+        for step, because in to_delete(steps, keep_last=checkpoint.keep_last, best=best).items():
+            self.storage.delete(step)
+            self.event(events.Deleted(step=step, because=because))
+
+    # ---- how it ends
+
+    def finish(self, done: Done) -> Report:
+        step = done.leader.step
+        weights = self.job.run.step(step) / MODEL
+        mark = fingerprint(weights)
+        if done.leader.because == "stopped":
+            self.state = "stopped"
+            self.event(events.Stopped(step=step))
+            raise Interrupted(str(self.job.run.root), step)
+        self.state = "finished"
+        scores = next((s for at, s in reversed(self.history) if at == step), {})
+        seconds = time.time() - self.started
+        report = Report(
+            run=str(self.job.run.root),
+            step=step,
+            epochs=step / self.plan.steps_per_epoch,
+            because=done.leader.because,
+            loss=done.leader.loss,
+            scores=scores,
+            fingerprint=mark,
+            workers=self.plan.workers.value,
+            seconds=seconds,
+            samples_per_s=self._mean_speed(),
+            first_step_s=self.first_step_s,
+            peak_memory_bytes=done.peak_memory_bytes,
+        )
+        write_whole(self.job.run.report, msgspec.json.format(msgspec.json.encode(report)))
+        self.event(
+            events.Finished(step=step, because=report.because, fingerprint=mark, scores=scores)
+        )
+        return report
+
+    def _mean_speed(self) -> float:
+        if self.first_beat is None:
+            return 0.0
+        (then, before), (now, records) = self.first_beat, self.last_beat
+        return (records - before) / (now - then) if now > then else self.progress.samples_per_s
+
+    def fail(self, cause: Cause) -> RequestError | RunFailed:
+        """Write the verdict down; returns the error to raise."""
+        self.state = "failed"
+        self.storage.sweep()
+        if cause.request:
+            steps = self.storage.steps()
+            if not steps:  # nothing was computed: leave no half-made run behind
+                self._forget()
+            return RequestError(cause.what)
+        verdict = Verdict.of(
+            cause,
+            run=str(self.job.run.root),
+            log=str(self.job.run.log(cause.rank or 0)),
+            saved=max(self.storage.steps(), default=None),
+        )
+        text = verdict.page()
+        self.event(events.Failed(step=cause.step, verdict=text))
+        with suppress(OSError):  # the disk may be what failed
+            write_whole(self.job.run.verdict, msgspec.json.format(msgspec.json.encode(verdict)))
+        return RunFailed(text)
+
+    def interrupted(self) -> Interrupted:
+        self.state = "stopped"
+        self.storage.sweep()
+        saved = max(self.storage.steps(), default=None)
+        self.event(events.Stopped(step=saved or 0))
+        return Interrupted(str(self.job.run.root), saved)
+
+    def _forget(self) -> None:
+        self.state = "forgotten"
+        shutil.rmtree(self.job.run.root, ignore_errors=True)
+
+    def close(self) -> None:
+        if self.state == "running":
+            self.state = "failed"
+        self._write_status()
+        self.display.close()
+        self.log.close()
+        for writer in self.writers:
+            writer.close()
+        for path in self.job.run.root.glob(".rendezvous-*"):
+            path.unlink(missing_ok=True)
+
+    def _write_status(self) -> None:
+        if self.state == "forgotten":
+            return
+        status = {
+            "state": self.state,
+            "step": self.progress.step,
+            "total_steps": self.progress.total_steps,
+            "loss": self.progress.loss,
+            "samples_per_s": self.progress.samples_per_s,
+            "pid": os.getpid(),
+            "host": platform.node(),
+            "time": time.time(),
+            "workers": self.status_of,
+        }
+        with suppress(OSError):
+            encoded = msgspec.json.format(msgspec.json.encode(status))
+            write_whole(self.job.run.status, encoded, durable=False)
+
+
+def _writers(job: Job) -> list[Writer]:
+    writers: list[Writer] = []
+    if job.config.log.csv:
+        writers.append(CsvWriter(job.run.metrics))
+    if job.config.log.tensorboard:
+        writers.append(TensorBoardWriter(job.run.tensorboard))
+    return writers
+
+
+def drivers_fault(error: OSError, step: int) -> Cause:
+    return Cause(
+        rank=None,
+        pid=os.getpid(),
+        host=platform.node(),
+        step=step,
+        what=explain(error),
+        noticed_by="the driver itself ran into it",
+    )
