@@ -74,9 +74,9 @@ def held_out_batches(
     for index in indices:
         ids = np.arange(index * batch, min((index + 1) * batch, len(records)))
         seeder(seed, 0, index, "held out")
-        batch = records.batch(ids)
+        fetched = records.batch(ids)
         seeder(seed, 0, index, "score")
-        yield index, len(ids), batch
+        yield index, len(ids), fetched
 
 
 def on_device(batch: Any, device: torch.device) -> Any:

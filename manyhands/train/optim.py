@@ -134,10 +134,9 @@ class SharedOut:
             {**group, "params": [t for p in group["params"] for t in mine.get(id(p), [])]}
             for group in self.users.param_groups
         ]
-        kind: Any = type(self.users)
         if not any(group["params"] for group in groups):
             return None
-        return kind(groups)
+        return _like(self.users, groups)
 
     def step(self, gradient: Lanes, bounds: Bounds, touched: Sequence[bool]) -> None:
         """Update the owned spans. `gradient` covers `bounds` of each lane."""
@@ -236,6 +235,17 @@ class SharedOut:
         state[entry.key] = home
 
 
+def _like(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
+    """The same kind with the same settings over other parameters.
+
+    The settings are given to the constructor too, and not in the groups alone: Adagrad fills its
+    state there.
+    """
+    kind: Any = type(optimizer)
+    accepted = inspect.signature(kind).parameters
+    return kind(groups, **{k: v for k, v in optimizer.defaults.items() if k in accepted})
+
+
 def _slots(
     optimizer: Optimizer, layout: Layout, memory: Memory
 ) -> dict[tuple[str, torch.dtype], Tensor]:
@@ -249,7 +259,7 @@ def _slots(
         for dtype in sorted(layout.trainable_sizes, key=str):
             scratch = torch.zeros(16, dtype=dtype, requires_grad=True)
             scratch.grad = torch.zeros_like(scratch)
-            probe = kind([{**group, "params": [scratch]}])
+            probe = _like(optimizer, [{**group, "params": [scratch]}])
             with torch.no_grad():
                 inspect.unwrap(kind.step)(probe)
             for key, value in probe.state[scratch].items():

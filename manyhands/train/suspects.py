@@ -39,10 +39,11 @@ def private_generators(model: Module, data: Any) -> list[str]:
 
 def marks(parameters: Mapping[str, Tensor]) -> dict[str, int]:
     """A checksum of each parameter."""
-    return {
-        name: zlib.crc32(p.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
-        for name, p in parameters.items()
-    }
+    found: dict[str, int] = {}
+    for name, parameter in parameters.items():
+        raw: Any = parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+        found[name] = zlib.crc32(raw)
+    return found
 
 
 def unlike(first: Mapping[str, int], others: Sequence[Mapping[str, int]]) -> str | None:
