@@ -10,6 +10,7 @@ Run as `python -m manyhands.launch.agent SOCKET_FD ENTRY`, where ENTRY names the
 """
 
 import ctypes
+import gc
 import importlib
 import os
 import selectors
@@ -134,6 +135,7 @@ class Agent:
         code = 1
         try:
             die_with_parent()
+            gc.enable()
             os.setpgid(0, 0)
             self.selector.close()
             self.channel.close()
@@ -155,6 +157,7 @@ def main() -> None:
     die_with_parent()
     if os.getppid() == 1:
         return
+    gc.disable()  # importing torch makes a million objects; looking for garbage costs 0.4 s
     channel = socket.socket(fileno=int(sys.argv[1]))
     module, _, function = sys.argv[2].partition(":")
     try:
@@ -164,6 +167,7 @@ def main() -> None:
     except Exception as error:
         channel.send(encode(Unable(f"{type(error).__name__}: {error}")))
         return
+    gc.freeze()  # workers need not look at (and so copy) what they all have in common
     Agent(channel, entry).serve()
 
 
