@@ -243,7 +243,7 @@ class Hand:
             restore_schedule(
                 self.replica.schedule, state["schedule"], state["step"], self.replica.optimizer
             )
-        self.sync.load_optimizer_state(Entry(*e) for e in files.read_optimizer(folder))
+        self.sync.optimizer.load(Entry(*e) for e in files.read_optimizer(folder))
         self.replica.step = self.saved_at = self.pulse.step = state["step"]
 
     # ---- train
@@ -301,7 +301,7 @@ class Hand:
         return reason is not None
 
     def _save(self, replica: Replica, facts: StepFacts | None = None) -> None:
-        entries = ((e.key, e.name, e.offset, e.value) for e in self.sync.optimizer_state())
+        entries = ((e.key, e.name, e.offset, e.value) for e in self.sync.optimizer.entries())
         contents = [files.optimizer_content(self.world.rank, entries)]
         if self.world.leads:
             state = {

@@ -46,7 +46,7 @@ def manyhands(
     from manyhands.cli import commands
 
     @contextmanager
-    def warm(engine: str):
+    def warm(engine: str, quiet: bool):
         yield launcher
         launcher.stop()
 

@@ -71,7 +71,7 @@ def train(
     json: JsonFlag = False,
 ) -> None:
     """Train the task that FILE defines."""
-    with _started_early(engine) as launcher:
+    with _started_early(engine, quiet or json) as launcher:
         report = _run().train(
             file,
             to=to,
@@ -94,7 +94,7 @@ def resume(
 ) -> None:
     """Continue RUN from its newest good checkpoint, with any number of workers."""
     open_run(folder)
-    with _started_early(engine) as launcher:
+    with _started_early(engine, quiet or json) as launcher:
         report = _run().resume(
             folder,
             workers=workers,
@@ -114,7 +114,7 @@ def demo(
     """The whole story on bundled data: handwritten digits, two workers, an evaluated model."""
     file = Path(__file__).parent.parent / "zoo" / "digits.py"
     folder = to or new_run_path(Path("runs"), "demo")
-    with _started_early("local") as launcher:
+    with _started_early("local", quiet) as launcher:
         report = _run().train(file, to=folder, workers=workers, quiet=quiet, launcher=launcher)
     _show_report(report, False, quiet)
     if not quiet:
@@ -202,8 +202,10 @@ def _row(run: RunDir, status: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def _started_early(engine: str) -> "Generator[Launcher]":
+def _started_early(engine: str, quiet: bool) -> "Generator[Launcher]":
     """Start the host agent before importing torch here, so that both import it side by side."""
+    if sys.stderr.isatty() and not quiet:
+        print("starting …", file=sys.stderr)
     from manyhands.launch.launchers import Inline, Local, create_segments
 
     launcher: Launcher

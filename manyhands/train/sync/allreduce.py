@@ -33,7 +33,7 @@ from manyhands.train.collective.contract import Bounds, Collective, Lanes, Sizes
 from manyhands.train.layout import blocks, bounds, share_out
 from manyhands.train.leaf import MOST_NUMBERS, Leaf, LossFn, compute
 from manyhands.train.memory import Memory
-from manyhands.train.optim import Entry, SharedOut, how_to_cut, one_thread
+from manyhands.train.optim import SharedOut, how_to_cut, one_thread
 from manyhands.train.state import Replica
 from manyhands.train.sync.canonical import TreeSum, finish, most_parts
 from manyhands.train.sync.contract import MIXED_WEIGHTS, StepFacts
@@ -315,12 +315,6 @@ class AllReduce:
         if not ranges[self.world.rank]:
             return np.empty(0, dtype=np.uint8)
         return pack([self.replica.buffers.values()], self.replica.buffers.layout.pieces)
-
-    def optimizer_state(self) -> Iterable[Entry]:
-        return self.optimizer.entries()
-
-    def load_optimizer_state(self, entries: Iterable[Entry]) -> None:
-        self.optimizer.load(entries)
 
     def close(self) -> None:
         self.collective.close()

@@ -20,7 +20,7 @@ from manyhands.train.clip import block_norms, coefficient, torch_coefficient
 from manyhands.train.layout import BLOCK, share_out
 from manyhands.train.leaf import Leaf, LossFn, compute
 from manyhands.train.memory import Memory
-from manyhands.train.optim import Entry, SharedOut, how_to_cut, one_thread
+from manyhands.train.optim import SharedOut, how_to_cut, one_thread
 from manyhands.train.state import Replica
 from manyhands.train.sync.canonical import finish
 from manyhands.train.sync.contract import MIXED_WEIGHTS, StepFacts
@@ -39,7 +39,7 @@ class Alone:
         self.clip_norm = train.clip_norm
         how_to_cut(replica.optimizer)  # refuses what cannot be done
         (spans,) = share_out(replica.layout, 1, cut="nowhere")
-        self.state = SharedOut(
+        self.optimizer = SharedOut(
             replica.optimizer,
             replica.parameters,
             replica.layout,
@@ -151,12 +151,6 @@ class Alone:
         if changed := {piece.name for piece in buffers.changed(rows)}:
             outcomes = [{k: v for k, v in o.items() if k in changed} for o in self._outcomes]
             buffers.commit_others(self.replica.step, outcomes, self._shares)
-
-    def optimizer_state(self) -> Iterable[Entry]:
-        return self.state.entries()
-
-    def load_optimizer_state(self, entries: Iterable[Entry]) -> None:
-        self.state.load(entries)
 
     def close(self) -> None: ...
 

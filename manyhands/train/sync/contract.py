@@ -7,7 +7,7 @@ from typing import Protocol
 
 from manyhands.deal import Cut, MicroBatch
 from manyhands.train.leaf import LossFn
-from manyhands.train.optim import Entry
+from manyhands.train.optim import SharedOut
 
 MIXED_WEIGHTS = "the loss returned a weight for some micro-batches and none for others."
 
@@ -30,6 +30,9 @@ class Sync(Protocol):
     the others are at the same step is the strategy's promise, and its docstring says which.
     """
 
+    optimizer: SharedOut
+    """This worker's part of the optimizer: what it must save, and load before `setup`."""
+
     def setup(self) -> None:
         """Start from what the replica's model holds; on return all have the same weights."""
         ...
@@ -45,11 +48,5 @@ class Sync(Protocol):
     def step(self) -> None:
         """Finish the gradient and update the weights and buffers."""
         ...
-
-    def optimizer_state(self) -> Iterable[Entry]:
-        """The part of the optimizer's state that this worker holds."""
-        ...
-
-    def load_optimizer_state(self, entries: Iterable[Entry]) -> None: ...
 
     def close(self) -> None: ...
