@@ -78,9 +78,9 @@ class Desk:
             workers=made.workers.value,
         )
         verb = f"resuming at step {first_step}" if first_step else "training"
-        self.display.note(f"{verb} in {job.run.root}")
-        for line in made.lines():
-            self.display.note(f"  {line}")
+        title = f"{verb} in {job.run.root}"
+        lines = [title, *(f"  {line}" for line in made.lines())]
+        self._show(lambda display: display.note("\n".join(lines)))
         self.event(
             events.Started(
                 step=first_step,
@@ -91,11 +91,16 @@ class Desk:
             )
         )
 
+    def _show(self, what: Callable[[Display], None]) -> None:
+        """A terminal that was closed, or a pipe nobody reads, is no reason to stop training."""
+        with suppress(OSError):
+            what(self.display)
+
     # ---- what the supervisor tells
 
     def event(self, event: events.AnyEvent) -> None:
         self.log.write(event)
-        self.display.event(event)
+        self._show(lambda display: display.event(event))
         for writer in self.writers:
             writer.write(event)
 
@@ -113,7 +118,7 @@ class Desk:
             self.progress.samples_per_s = speed if not old else 0.8 * old + 0.2 * speed
             self.last_beat = (now, beat.records)
         self.progress.step, self.progress.loss = beat.step, beat.loss
-        self.display.progress(self.progress)
+        self._show(lambda display: display.progress(self.progress))
         for record in beat.steps:
             event = events.Stepped(
                 step=record.step,
@@ -233,7 +238,7 @@ class Desk:
         if self.state == "running":
             self.state = "failed"
         self._write_status()
-        self.display.close()
+        self._show(lambda display: display.close())
         self.log.close()
         for writer in self.writers:
             writer.close()

@@ -227,7 +227,9 @@ def _asked_to_stop() -> Generator[Callable[[], bool]]:
     if threading.current_thread() is not threading.main_thread():
         yield asked.is_set
         return
-    before = {s: signal.signal(s, ask) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    wanted = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    heeded = [s for s in wanted if signal.getsignal(s) is not signal.SIG_IGN]  # nohup stays nohup
+    before = {s: signal.signal(s, ask) for s in heeded}
     try:
         yield asked.is_set
     finally:

@@ -141,7 +141,7 @@ def _of_trouble(now: Situation, trouble: Trouble) -> Cause:
 
 def _of_exit(now: Situation, exit: Exit) -> Cause:
     rank, pid, host = _who(now, exit.worker)
-    step = now.steps.get(exit.worker, 0)
+    step = max(now.steps.values(), default=0)  # all are at the same one; who spoke last knows best
     advice = ""
     if exit.code < 0:
         name = signal.Signals(-exit.code).name
