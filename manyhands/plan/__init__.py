@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Config + machine + wishes → Plan, each choice with its reason."""
