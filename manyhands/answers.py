@@ -78,6 +78,8 @@ def _committed(run: RunDir, step: int | None) -> int:
         if newest is None:
             found = f" ({'; '.join(problems)})" if problems else ""
             raise RunDirError(f"{run.root} holds no checkpoint yet{found}.")
+        for problem in problems:
+            warnings.warn(f"{problem}; using step {newest} instead", stacklevel=3)
         return newest
     if step in steps:
         for name in storage.manifest(step).files:

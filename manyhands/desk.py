@@ -20,7 +20,7 @@ from manyhands.checkpoint.files import MODEL
 from manyhands.checkpoint.storage import FileRecord, Folder, Manifest, to_delete
 from manyhands.checkpoint.tensors import fingerprint
 from manyhands.config import RunConfig
-from manyhands.errors import Interrupted, RequestError, RunFailed
+from manyhands.errors import ConfigError, Interrupted, RequestError, RunFailed
 from manyhands.evaluate.progress import best_step, should_stop
 from manyhands.launch.membership import Cause
 from manyhands.launch.messages import Beat, SavedFile
@@ -65,11 +65,14 @@ class Desk:
         self.last_beat: tuple[float, int] = (started, 0)
         self.state = "running"
         self.status_of: list[WorkerStatus] = []
-        self.history = [
-            (e.step, e.scores)
+        self.first_step = first_step
+        # By step: what was evaluated again after a resume counts once.
+        past = {
+            e.step: events.numbers_of(e.scores)
             for e in events.read_events(job.run.events)
             if isinstance(e, events.Evaluated) and e.step <= first_step
-        ]
+        }
+        self.history = sorted(past.items())
         self.progress = Progress(
             step=first_step,
             total_steps=made.steps.value,
@@ -93,7 +96,7 @@ class Desk:
 
     def _show(self, what: Callable[[Display], None]) -> None:
         """A terminal that was closed, or a pipe nobody reads, is no reason to stop training."""
-        with suppress(OSError):
+        with suppress(OSError, SystemExit):  # rich makes the latter of a broken pipe
             what(self.display)
 
     # ---- what the supervisor tells
@@ -102,7 +105,8 @@ class Desk:
         self.log.write(event)
         self._show(lambda display: display.event(event))
         for writer in self.writers:
-            writer.write(event)
+            with suppress(OSError):  # as with the diary: saving will tell of a full disk
+                writer.write(event)
 
     def beat(self, beat: Beat) -> None:
         if beat.loss is None:
@@ -137,12 +141,17 @@ class Desk:
         self._write_status()
 
     def scored(self, step: int, scores: dict[str, float]) -> str | None:
-        self.event(events.Evaluated(step=step, scores=scores))
+        self.event(events.Evaluated(step=step, scores=dict(scores)))
         self.history = [h for h in self.history if h[0] != step] + [(step, scores)]
+        self._retain()
         evaluate = self.job.config.evaluate
         if evaluate is None:
             return None
-        return should_stop(self.history, by=evaluate.by, patience=evaluate.stop_early)
+        try:
+            return should_stop(self.history, by=evaluate.by, patience=evaluate.stop_early)
+        except ConfigError as error:  # hours in, a warning is worth more than a stop
+            self.event(events.Warned(text=f"{error} It will not stop early."))
+            return None
 
     def written(self, step: int, files: list[SavedFile], blocked_s: float) -> None:
         manifest = Manifest(step, {f.name: FileRecord(f.size_bytes, f.sha256) for f in files})
@@ -158,8 +167,10 @@ class Desk:
         best = None
         if checkpoint.keep_best is not None:
             saved = [(step, scores) for step, scores in self.history if step in steps]
-            best = best_step(saved, checkpoint.keep_best)
-        for step, because in to_delete(steps, keep_last=checkpoint.keep_last, best=best).items():
+            with suppress(ConfigError):  # said by `scored`, or at the end by its absence
+                best = best_step(saved, checkpoint.keep_best)
+        gone = to_delete(steps, keep_last=checkpoint.keep_last, best=best)
+        for step, because in gone.items():
             self.storage.delete(step)
             self.event(events.Deleted(step=step, because=because))
 
@@ -192,7 +203,9 @@ class Desk:
         )
         write_whole(self.job.run.report, msgspec.json.format(msgspec.json.encode(report)))
         self.event(
-            events.Finished(step=step, because=report.because, fingerprint=mark, scores=scores)
+            events.Finished(
+                step=step, because=report.because, fingerprint=mark, scores=dict(scores)
+            )
         )
         return report
 
@@ -206,9 +219,8 @@ class Desk:
         """Write the verdict down; returns the error to raise."""
         self.state = "failed"
         self.storage.sweep()
-        if cause.request:
-            steps = self.storage.steps()
-            if not steps:  # nothing was computed: leave no half-made run behind
+        if cause.request and cause.step <= self.first_step:
+            if self.first_step == 0:  # nothing was computed: leave no half-made run behind
                 self._forget()
             return RequestError(cause.what)
         verdict = Verdict.of(
@@ -241,7 +253,8 @@ class Desk:
         self._show(lambda display: display.close())
         self.log.close()
         for writer in self.writers:
-            writer.close()
+            with suppress(OSError):
+                writer.close()
         for path in self.job.run.root.glob(".rendezvous-*"):
             path.unlink(missing_ok=True)
 

@@ -5,8 +5,9 @@ The file is what dashboards, resumes and people read later. A line that was cut 
 skipped when reading. `time` is seconds since 1970.
 """
 
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
@@ -50,8 +51,10 @@ class Stepped(Event, frozen=True):
 
 
 class Evaluated(Event, frozen=True):
+    """A score that is not a number is null in JSON, and so None when it is read back."""
+
     step: int
-    scores: dict[str, float]
+    scores: dict[str, float | None]
 
 
 class Saved(Event, frozen=True):
@@ -82,7 +85,7 @@ class Finished(Event, frozen=True):
     step: int
     because: str
     fingerprint: str
-    scores: dict[str, float]
+    scores: dict[str, float | None]
 
 
 class Failed(Event, frozen=True):
@@ -136,3 +139,8 @@ def read_events(path: Path) -> Iterator[AnyEvent]:
         for line in file:
             with suppress(msgspec.DecodeError):
                 yield decoder.decode(line)
+
+
+def numbers_of(scores: Mapping[str, float | None]) -> dict[str, float]:
+    """Scores as they were before JSON made null of NaN."""
+    return {name: math.nan if value is None else value for name, value in scores.items()}

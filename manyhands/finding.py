@@ -3,7 +3,6 @@
 
 import platform
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +45,10 @@ class TaskNote(msgspec.Struct, frozen=True):
 
 def reload(run: RunDir, task: Task | None) -> tuple[Loaded, list[str]]:
     """A run's task again, and what is different about it now."""
-    note = msgspec.json.decode((run.task / "task.json").read_bytes(), type=TaskNote)
+    try:
+        note = msgspec.json.decode((run.task / "task.json").read_bytes(), type=TaskNote)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise RunDirError(f"{run.task / 'task.json'} cannot be read: {error}") from error
     notes: list[str] = []
     if task is not None:
         loaded = Loaded(task, None, None, None)
@@ -127,18 +129,8 @@ def check_criteria(config: RunConfig, task: Task, held_out: Records | None) -> N
                 f"{section} needs held-out records, and the task has none: give it held_out=."
             )
         score = criterion(text).score
-        if score.partition("/")[0] not in known:
+        if score not in known and score.partition("/")[0] not in known:
             raise ConfigError(f"{setting} = {text}: the task's scores are {', '.join(known)}.")
-
-
-def refuse_if_running(run: RunDir) -> None:
-    with suppress(OSError, msgspec.MsgspecError, KeyError):
-        status = msgspec.json.decode(run.status.read_bytes())
-        same_host = status["host"] == platform.node()
-        if status["state"] == "running" and same_host and Path(f"/proc/{status['pid']}").exists():
-            raise RunDirError(
-                f"{run.root} is running (process {status['pid']}); stop it first with Ctrl-C."
-            )
 
 
 def refuse_changes(settings: Sequence[str]) -> None:

@@ -10,7 +10,8 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,6 @@ from manyhands.finding import (
     load,
     name_of,
     refuse_changes,
-    refuse_if_running,
     reload,
     task_line,
     weights_file,
@@ -40,7 +40,7 @@ from manyhands.launch.supervisor import Supervisor
 from manyhands.launch.wire import Switchboard
 from manyhands.plan.planner import Plan, plan
 from manyhands.report import Report
-from manyhands.rundir import RunDir, new_run_path, open_run, write_whole
+from manyhands.rundir import RunDir, locked, new_run_path, open_run, write_whole
 from manyhands.task import Task
 from manyhands.testing.faults import FaultPlan
 from manyhands.worker import Orders, main
@@ -94,22 +94,29 @@ def resume(
     """
     with _launched(engine, launcher) as hands:
         folder = open_run(Path(run))
-        refuse_if_running(folder)
         refuse_changes(settings)
-        config, _ = read_toml(folder.config)
-        loaded, notes = reload(folder, task)
-        storage = Folder(folder)
-        storage.sweep()
-        step, problems = newest_good(storage)
-        if step is None:
-            found = f" ({'; '.join(problems)})" if problems else ""
-            raise RunDirError(f"{folder.root} holds no checkpoint to resume from{found}.")
-        notes += [f"{p}; using step {step} instead" for p in problems]
-        chosen = config.with_settings(settings)
-        if chosen != config:
-            write_whole(folder.config, to_toml(chosen, task=task_line(loaded)))
-        job = Job(folder, loaded, chosen, workers, on_step, quiet, faults or FaultPlan(), notes)
-        return _drive(job, hands, resume=step)
+        with locked(folder):
+            job, step = _again(folder, task, settings)
+            job = replace(job, workers=workers, on_step=on_step, quiet=quiet)
+            return _drive(replace(job, faults=faults or FaultPlan()), hands, resume=step)
+
+
+def _again(folder: RunDir, task: Task | None, settings: Sequence[str]) -> tuple[Job, int]:
+    """A run as it was, with what has changed, and the step to go on from."""
+    config, _ = read_toml(folder.config)
+    loaded, notes = reload(folder, task)
+    storage = Folder(folder)
+    storage.sweep()
+    step, problems = newest_good(storage)
+    if step is None:
+        found = f" ({'; '.join(problems)})" if problems else ""
+        raise RunDirError(f"{folder.root} holds no checkpoint to resume from{found}.")
+    for newer in storage.steps():
+        if newer > step:
+            storage.set_aside(newer)
+    notes += [f"{p}; using step {step} instead" for p in problems]
+    job = Job(folder, loaded, config.with_settings(settings), None, None, False, FaultPlan(), notes)
+    return job, step
 
 
 def _drive(job: Job, launcher: Launcher, *, resume: int | None) -> Report:
@@ -133,29 +140,40 @@ def _drive(job: Job, launcher: Launcher, *, resume: int | None) -> Report:
         if resume is None:
             describe_run(job.run, job.loaded, job.config, records)
         write_whole(job.run.plan, msgspec.json.format(msgspec.json.encode(made)))
+        for left_over in job.run.root.glob(".rendezvous-*"):  # of a driver that was killed
+            left_over.unlink()
         parcel = shipping.pack(job.loaded, launcher.fds[0])
         desk = Desk(job, made, resume or 0, started)
-    for note in job.notes:
-        desk.event(events.Warned(text=note))
+        write_whole(job.run.config, to_toml(job.config, task=task_line(job.loaded)))
+    held = nullcontext() if resume is not None else locked(job.run)  # `resume` holds it already
+    with held:
+        for note in job.notes:
+            desk.event(events.Warned(text=note))
+        orders = Orders(
+            worker=0,
+            keys=None,
+            run=str(job.run.root.absolute()),
+            config=job.config,
+            collective=made.collective.value,
+            parcel=parcel,
+            task_fd=launcher.fds[0],
+            state_fd=launcher.fds[1],
+            steps=made.steps.value,
+            resume=resume,
+            start_from=start_from,
+            log_every=1 if job.on_step else job.config.log.every_steps,
+            faults=job.faults,
+        )
+        return _work(job.run, launcher, desk, made, orders)
+
+
+def _work(run: RunDir, launcher: Launcher, desk: Desk, made: Plan, orders: Orders) -> Report:
+    """Start the workers and see the run to its end."""
     switchboard = Switchboard()
     try:
         for worker in range(made.workers.value):
-            orders = Orders(
-                worker=worker,
-                keys=switchboard.keys,
-                run=str(job.run.root.absolute()),
-                config=job.config,
-                collective=made.collective.value,
-                parcel=parcel,
-                task_fd=launcher.fds[0],
-                state_fd=launcher.fds[1],
-                steps=made.steps.value,
-                resume=resume,
-                start_from=start_from,
-                log_every=1 if job.on_step else job.config.log.every_steps,
-                faults=job.faults,
-            )
-            launcher.start(worker, msgspec.msgpack.encode(orders), job.run.log(worker))
+            mine = msgspec.structs.replace(orders, worker=worker, keys=switchboard.keys)
+            launcher.start(worker, msgspec.msgpack.encode(mine), run.log(worker))
         return _supervise(launcher, switchboard, desk, made)
     finally:
         launcher.stop()
@@ -190,7 +208,7 @@ def _folder(run: RunDir, *, new: bool) -> Generator[None]:
         run.create()
     try:
         yield
-    except RequestError:
+    except BaseException:
         if new:
             shutil.rmtree(run.root, ignore_errors=True)
         raise
@@ -234,4 +252,4 @@ def _asked_to_stop() -> Generator[Callable[[], bool]]:
         yield asked.is_set
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            signal.signal(number, handler or signal.SIG_DFL)

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every path of one run, and files that appear whole or not at all."""
 
+import fcntl
 import os
 import re
 import time
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,6 +73,10 @@ class RunDir:
             for folder in (self.task, self.checkpoints, self.root / "logs"):
                 folder.mkdir()
         except FileExistsError:
+            if not self.root.is_dir():
+                raise RunDirError(
+                    f"{self.root}: a file is in the way; give another --to."
+                ) from None
             hint = "give another --to"
             if self.config.exists():
                 hint = f"continue it with: manyhands resume {self.root} - or {hint}"
@@ -79,6 +84,17 @@ class RunDir:
         except OSError as error:
             raise RunDirError(f"cannot create the run folder {self.root}: {error}") from error
         return self
+
+
+@contextmanager
+def locked(run: RunDir) -> Generator[None]:
+    """One driver at a time. The kernel lets go when the process ends, however it ends."""
+    with open(run.root / ".lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunDirError(f"{run.root} is in use: another process is training in it.") from None
+        yield
 
 
 def open_run(root: Path) -> RunDir:

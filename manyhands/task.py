@@ -6,6 +6,7 @@ import importlib.util
 import sys
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType, TracebackType
@@ -118,7 +119,8 @@ def load_task(path: Path) -> Loaded:
     module = importlib.util.module_from_spec(spec)
     sys.modules[MODULE_NAME] = module
     try:
-        spec.loader.exec_module(module)
+        with redirect_stdout(sys.stderr):  # what a command prints may be read by a program
+            spec.loader.exec_module(module)
     except RequestError:
         raise
     except (Exception, SystemExit) as error:

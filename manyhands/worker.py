@@ -24,7 +24,7 @@ from manyhands.checkpoint.storage import FileRecord, Folder
 from manyhands.checkpoint.tensors import decode
 from manyhands.config import RunConfig
 from manyhands.data.feed import Feed, held_out_batches, on_device
-from manyhands.data.records import Records, open_data
+from manyhands.data.records import Records, open_data, sampled_digest
 from manyhands.deal import Cut, MicroBatch, steps_per_epoch
 from manyhands.evaluate import scores
 from manyhands.launch import shipping
@@ -48,9 +48,8 @@ from manyhands.train import leaf, loop, strategies, suspects
 from manyhands.train.memory import Memory
 from manyhands.train.optim import (
     Entry,
-    groups_from_json,
     groups_to_json,
-    restore_schedule,
+    restore,
     schedule_to_json,
     without_dynamo,
 )
@@ -65,7 +64,8 @@ class Orders(msgspec.Struct, frozen=True, kw_only=True):
     """Everything a worker needs to know before it can ask."""
 
     worker: int
-    keys: Keys
+    keys: Keys | None
+    """How to reach the supervisor; filled in last."""
     run: str
     config: RunConfig
     collective: str
@@ -86,6 +86,7 @@ class Built(msgspec.Struct, frozen=True):
 
     layout: str
     marks: dict[str, int]
+    data: str
 
 
 def main(orders: bytes) -> int:
@@ -108,6 +109,7 @@ class Hand:
         self.orders, self.config = orders, orders.config
         self.run = RunDir(Path(orders.run))
         self.pulse = Pulse(orders.worker, log_every=orders.log_every)
+        assert orders.keys is not None
         self.line = Line(orders.keys, orders.worker, self.pulse.beat)
         self.saver = Saver(Folder(self.run), self._tell_written)
         self.because = "all steps are done"
@@ -186,7 +188,9 @@ class Hand:
     def _compare(self, model: torch.nn.Module) -> None:
         """Every worker must have built the same model; say what may make results differ."""
         built = Built(
-            layout=self.replica.layout.digest, marks=suspects.marks(self.replica.parameters)
+            layout=self.replica.layout.digest,
+            marks=suspects.marks(self.replica.parameters),
+            data=sampled_digest(self.feed.feed.records),
         )
         everyone = self._all(f"built-{self.view.generation}", msgspec.msgpack.encode(built))
         others = [msgspec.msgpack.decode(b, type=Built) for b in everyone]
@@ -195,6 +199,12 @@ class Hand:
                 raise errors.TaskError(
                     f"the model that rank {rank} built has other tensors than rank 0's. A model "
                     "must not depend on the process that builds it, or on randomness of its own."
+                )
+            if other.data != others[0].data:
+                raise errors.TaskError(
+                    f"rank {rank} has other data than rank 0. The task file was run in each worker "
+                    "(it holds something that cannot be pickled), so it must make the same data "
+                    "each time: seed what it draws."
                 )
         if self.world.leads:
             notes = suspects.private_generators(model, self.task.data)
@@ -225,7 +235,10 @@ class Hand:
         """Weights of another run, or everything of a committed step of this one."""
         if self.orders.resume is None:
             if self.orders.start_from is not None:
-                tensors, _ = decode(Path(self.orders.start_from))
+                try:
+                    tensors, _ = decode(Path(self.orders.start_from))
+                except errors.CheckpointDamaged as error:
+                    raise errors.ConfigError(f"train.start_from: {error}") from error
                 self.replica.load(tensors, where=self.orders.start_from)
             return
         folder = self.run.step(self.orders.resume)
@@ -238,11 +251,13 @@ class Hand:
                 f"{folder} was saved with {state['optimizer']}, the task now uses {kind}. "
                 "To keep the weights only, start a new run with train.start_from."
             )
-        groups_from_json(self.replica.optimizer, state["groups"])
-        if self.replica.schedule is not None:
-            restore_schedule(
-                self.replica.schedule, state["schedule"], state["step"], self.replica.optimizer
-            )
+        restore(
+            self.replica.optimizer,
+            self.replica.schedule,
+            groups=state["groups"],
+            saved=state["schedule"],
+            step=state["step"],
+        )
         self.sync.optimizer.load(Entry(*e) for e in files.read_optimizer(folder))
         self.replica.step = self.saved_at = self.pulse.step = state["step"]
 
@@ -332,12 +347,12 @@ class Hand:
 
     def finish(self) -> None:
         """The last step is always scored (unless a person stopped it) and always saved."""
+        if self.saved_at != self.replica.step:
+            self._save(self.replica)
+        self.saver.drain()  # before scoring: whatever a score does, the weights are safe
         wanted = self.held_out is not None and self.because != "stopped"
         if wanted and self.scored_at != self.replica.step:
             self._evaluate(self.replica)
-        if self.saved_at != self.replica.step:
-            self._save(self.replica)
-        self.saver.drain()
         self.line.send(self.pulse.beat())
         self.line.send(
             Left(
@@ -350,29 +365,38 @@ class Hand:
         )
         self.sync.close()  # last: gloo has been seen to hang in it, and by now nobody minds
 
+    def _is_anothers(self, error: BaseException) -> bool:
+        """Every worker sees a loss that is not finite; the one that computed it reports it."""
+        return isinstance(error, errors.LossNotFinite) and error.args[0] != self.world.rank
+
     def report(self, error: BaseException) -> None:
         """Tell the supervisor what went wrong here."""
         index, records = None, list[int]()
         if isinstance(error, errors.LossNotFinite):
             error = _with_records(error, self.feed.feed)
             index, records = error.args[2], error.args[4]
-        elif (current := self.pulse.current) is not None:
-            index = current.index
-            records = list(self.feed.feed.ids(self.feed.cut(current.step), index))
+        elif self.pulse.current is not None:
+            step, index = self.pulse.current
+            records = list(self.feed.feed.ids(self.feed.cut(step), index))
         ours = isinstance(error, errors.ManyhandsError)
         self.line.send(
             Trouble(
                 worker=self.orders.worker,
                 step=self.pulse.step,
                 kind=type(error).__name__,
-                text=str(error) if ours else explain(error),
-                trace="" if ours else user_traceback(error),
+                text=_clean(str(error) if ours else explain(error)),
+                trace="" if ours else _clean(user_traceback(error)),
                 request=isinstance(error, errors.RequestError),
-                symptom=isinstance(error, errors.Broken),
+                symptom=isinstance(error, errors.Broken) or self._is_anothers(error),
                 micro_batch=index,
                 records=records,
             )
         )
+
+
+def _clean(text: str) -> str:
+    """Text that can be sent: undecodable file names leave lone surrogates in messages."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 class WatchedFeed:
@@ -389,13 +413,15 @@ class WatchedFeed:
         hand, pulse = self.hand, self.hand.pulse
         pulse.step = step.step
         hand.orders.faults.strike(hand.world.rank, step.step)
-        for micro_batch in self.feed.micro_batches(step, indices):
-            pulse.current = micro_batch
+        for index in indices:
+            pulse.current = (step.step, index)  # before fetching: that can fail too
+            (micro_batch,) = self.feed.micro_batches(step, [index])
             if hand.device.type != "cpu":
                 moved = on_device(micro_batch.batch, hand.device)
                 micro_batch = dataclasses.replace(micro_batch, batch=moved)
             yield micro_batch
             pulse.computed += micro_batch.records
+        pulse.current = None
 
     def epochs_done(self, step: int) -> float:
         return step / self.steps_per_epoch

@@ -11,7 +11,7 @@ import manyhands as mh
 from manyhands.launch.launchers import Launcher
 from manyhands.rundir import RunDir
 from manyhands.testing.faults import FaultPlan
-from tests.tasks import ConvNet, images, make
+from tests.tasks import ConvNet, classify, images, make
 
 SETTINGS = ["train.batch=32", "train.micro_batch=4", "train.steps=8", "checkpoint.every_steps=2"]
 
@@ -40,7 +40,7 @@ def verdict_of(launcher: Launcher, to: Path, **more: object) -> str:
 
 
 def bad_loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    if int(batch["i"].max()) >= 77:
+    if 77 in batch["i"].tolist():
         raise ValueError("record 77 is no good")
     return model(batch["x"]).mean()
 
@@ -126,3 +126,69 @@ class Counting(ConvNet):
 def count_large(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     model.seen += int((batch["i"] > 50).sum())
     return model(batch["x"]).mean()
+
+
+def undecodable(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    raise ValueError("bad name caf\udce9")
+
+
+def test_an_exception_that_cannot_be_encoded(launcher: Launcher, tmp_path: Path) -> None:
+    said = verdict_of(launcher, tmp_path / "run", task=numbered(undecodable))
+    assert "ValueError: bad name caf" in said
+
+
+def test_a_score_that_fails_does_not_cost_the_weights(launcher: Launcher, tmp_path: Path) -> None:
+    task = mh.Task(
+        model=ConvNet,
+        loss=classify,
+        optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.01),
+        data=images(),
+        held_out=0.2,
+        predict=lambda m, b: (m(b["x"]), b["y"]),
+        scores={"wrong": lambda p, t: p.nothing},
+    )
+    said = verdict_of(launcher, tmp_path / "run", task=task)
+    assert "no attribute 'nothing'" in said and "step 8; continue" in said
+
+
+def changing(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> object:
+    name = "a" if 50 in batch["i"].tolist() else "b"
+    return model(batch["x"]).mean(), {name: 1.0}
+
+
+def test_numbers_whose_names_change_are_refused(launcher: Launcher, tmp_path: Path) -> None:
+    with pytest.raises((mh.RequestError, mh.RunFailed), match="differently named numbers"):
+        mh.train(
+            numbered(changing),
+            to=tmp_path / "run",
+            workers=2,
+            settings=SETTINGS,
+            quiet=True,
+            launcher=launcher,
+        )
+
+
+def failing_fetch(i: int) -> dict[str, torch.Tensor]:
+    if i == 5:
+        raise OSError("record 5 cannot be read")
+    return {"x": images()["x"][i], "y": torch.tensor(0)}
+
+
+class Fetching:
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+        return failing_fetch(i)
+
+
+def test_a_fetch_that_fails_names_its_records(launcher: Launcher, tmp_path: Path) -> None:
+    task = mh.Task(
+        model=ConvNet,
+        loss=classify,
+        optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.01),
+        data=Fetching(),
+    )
+    said = verdict_of(launcher, tmp_path / "run", task=task)
+    records = said.split("records ")[1].splitlines()[0].split(", ")
+    assert "5" in records and len(records) <= 4

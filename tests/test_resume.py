@@ -4,12 +4,15 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from torch.optim import lr_scheduler as lr
 
 import manyhands as mh
 from manyhands.errors import ConfigError, RunDirError
 from manyhands.launch.launchers import Launcher
+from manyhands.rundir import RunDir, locked
 from manyhands.testing.faults import FaultPlan
-from tests.tasks import make
+from tests.tasks import ConvNet, classify, images, make
 
 BASE = ["train.batch=24", "train.micro_batch=4"]
 TOTAL = 9  # 101 records: 5 steps an epoch, the last one short
@@ -113,3 +116,65 @@ def test_a_run_can_start_from_the_weights_of_another(launcher: Launcher, tmp_pat
     with pytest.raises(mh.RequestError, match="another model"):
         run(launcher, tmp_path / "x", "lstm", 1, f"train.start_from={first.weights}")
     assert not (tmp_path / "x").exists(), "a refused request leaves no folder"
+
+
+SCHEDULES = {
+    "multi step": lambda o: lr.MultiStepLR(o, [2, 5, 7]),
+    "sequential": lambda o: lr.SequentialLR(
+        o, [lr.LinearLR(o, total_iters=3), lr.MultiStepLR(o, [2, 4])], [3]
+    ),
+    "cosine": lambda o: lr.CosineAnnealingWarmRestarts(o, 3),
+    "cyclic": lambda o: lr.CyclicLR(o, 0.01, 0.1, step_size_up=2),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedules_go_on_where_they_were(name: str, launcher: Launcher, tmp_path: Path) -> None:
+    task = mh.Task(
+        model=ConvNet,
+        loss=classify,
+        optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9),
+        schedule=SCHEDULES[name],
+        data=images(),
+    )
+
+    def train(to: Path, steps: int) -> mh.Report:
+        return mh.train(
+            task,
+            to=to,
+            workers=2,
+            settings=[*BASE, f"train.steps={steps}"],
+            quiet=True,
+            launcher=launcher,
+        )
+
+    calm = train(tmp_path / "calm", TOTAL)
+    train(tmp_path / "stopped", 4)
+    again = mh.resume(
+        tmp_path / "stopped",
+        task,
+        settings=[f"train.steps={TOTAL}"],
+        quiet=True,
+        launcher=launcher,
+    )
+    assert again.fingerprint == calm.fingerprint
+
+
+def test_one_driver_at_a_time(launcher: Launcher, tmp_path: Path) -> None:
+    run(launcher, tmp_path / "run", "cnn", 1, "train.steps=2")
+    with (
+        locked(RunDir(tmp_path / "run")),
+        pytest.raises(RunDirError, match="another process is training in it"),
+    ):
+        mh.resume(tmp_path / "run", make("cnn"), quiet=True, launcher=launcher)
+
+
+def test_a_refused_resume_changes_nothing(launcher: Launcher, tmp_path: Path) -> None:
+    run(launcher, tmp_path / "run", "cnn", 1, "train.steps=2")
+    before = (tmp_path / "run" / "config.toml").read_text()
+    for setting in ("checkpoint.keep_best=nope", "train.steps=1"):
+        with pytest.raises(mh.RequestError):
+            mh.resume(
+                tmp_path / "run", make("cnn"), settings=[setting], quiet=True, launcher=launcher
+            )
+    assert (tmp_path / "run" / "config.toml").read_text() == before

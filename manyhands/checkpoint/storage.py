@@ -130,6 +130,13 @@ class Folder:
             os.replace(final, trash)
         shutil.rmtree(trash, ignore_errors=True)
 
+    def set_aside(self, step: int) -> None:
+        """Out of the way of a resumed run that starts from an earlier step."""
+        final = self.run.step(step)
+        aside = final.with_name(f"damaged-{final.name}")
+        shutil.rmtree(aside, ignore_errors=True)
+        os.replace(final, aside)
+
     def sweep(self) -> None:
         """Remove what crashed writers and deleters left behind."""
         if self._exists():

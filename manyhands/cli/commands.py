@@ -2,7 +2,6 @@
 """Every command. Heavy modules are imported inside: `--help` and `status` answer at once."""
 
 import gc
-import json
 import sys
 import time
 import warnings
@@ -11,12 +10,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from manyhands.errors import RequestError
+from manyhands.errors import ManyhandsError, RequestError, RunFailed
 from manyhands.rundir import RunDir, new_run_path, open_run, runs_under
+from manyhands.task import user_traceback
 from manyhands.version import VERSION
 
 if TYPE_CHECKING:
@@ -128,11 +129,13 @@ def evaluate(folder: RunFolder, step: Step = None, json: JsonFlag = False) -> No
     open_run(folder)
     from manyhands import answers
 
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        scores = answers.evaluate(folder, step=step)
-    for warning in caught:
-        print(f"warning: {warning.message}", file=sys.stderr)
+    with _warnings_shown():
+        try:
+            scores = answers.evaluate(folder, step=step)
+        except (ManyhandsError, OSError):
+            raise
+        except Exception as error:
+            raise RunFailed(f"evaluating failed.\n{user_traceback(error)}") from error
     _show_pairs(scores, json)
 
 
@@ -142,7 +145,8 @@ def fingerprint(folder: RunFolder, step: Step = None, json: JsonFlag = False) ->
     open_run(folder)
     from manyhands import answers
 
-    mark = answers.fingerprint(folder, step=step)
+    with _warnings_shown():
+        mark = answers.fingerprint(folder, step=step)
     print(_json({"fingerprint": mark}) if json else mark)
 
 
@@ -223,6 +227,16 @@ def _started_early(engine: str, quiet: bool) -> "Generator[Launcher]":
         launcher.close()
 
 
+@contextmanager
+def _warnings_shown() -> "Generator[None]":
+    """Python's warnings as lines for people."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    for warning in caught:
+        print(f"warning: {warning.message}", file=sys.stderr)
+
+
 def _run() -> Any:
     """The driver. Importing torch makes a million objects; looking for garbage costs 0.4 s."""
     gc.disable()
@@ -235,9 +249,7 @@ def _run() -> Any:
 
 def _show_report(report: "Report", as_json: bool, quiet: bool) -> None:
     if as_json:
-        import msgspec
-
-        print(msgspec.json.encode(report).decode())
+        print(_json(report))
     elif not quiet:
         from manyhands.monitor.terminal import summary
 
@@ -255,4 +267,4 @@ def _show_pairs(pairs: dict[str, Any], as_json: bool) -> None:
 
 
 def _json(value: Any) -> str:
-    return json.dumps(value)
+    return msgspec.json.encode(value).decode()  # NaN becomes null, as JSON wants it

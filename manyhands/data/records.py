@@ -17,6 +17,10 @@ from torch.utils.data import default_collate
 from manyhands.data.order import Positions, permutation
 from manyhands.deal import Batch
 from manyhands.errors import TaskError
+from manyhands.task import user_traceback
+
+# torch cannot take rows of these.
+_WIDER = {torch.uint16: torch.int32, torch.uint32: torch.int64}
 
 
 class Records(Protocol):
@@ -53,7 +57,13 @@ class Items:
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
-        self.size = len(dataset)
+        try:
+            self.size = len(dataset)
+        except Exception as error:
+            raise TaskError(
+                f"Task: the length of {type(dataset).__name__} cannot be had.\n"
+                f"{user_traceback(error)}"
+            ) from error
 
     def __len__(self) -> int:
         return self.size
@@ -132,6 +142,7 @@ def _column(name: str, values: Any, where: str) -> torch.Tensor:
             column = torch.as_tensor(np.ascontiguousarray(values))
         except (TypeError, ValueError) as error:
             raise TaskError(f"Task: column '{name}' of {where} is not numeric: {error}.") from error
+    column = column.to(_WIDER.get(column.dtype, column.dtype))
     if column.dim() == 0:
         raise TaskError(f"Task: column '{name}' of {where} is a single number, not one per record.")
     return column
@@ -145,7 +156,7 @@ def sampled_digest(records: Records) -> str:
     digest = hashlib.sha256(f"{len(records)}".encode())
     whole = records.whole if isinstance(records, Part) else records
     if isinstance(whole, Columns):
-        rows = torch.linspace(0, max(0, len(whole) - 1), 64).long()
+        rows = torch.arange(64) * max(0, len(whole) - 1) // 63
         for name, column in whole.columns.items():
             digest.update(f"{name} {column.dtype} {tuple(column.shape)}".encode())
             chosen = column.index_select(0, rows).contiguous().reshape(-1).view(torch.uint8)

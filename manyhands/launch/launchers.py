@@ -91,7 +91,6 @@ class Local:
             env=agent_environment(),
         )
         theirs.close()
-        self.channel.setblocking(False)
         self.alive: dict[int, int] = {}
         self.used = False
         self.born = time.time()
@@ -108,7 +107,7 @@ class Local:
         signs: list[Sign] = []
         with suppress(BlockingIOError):
             while True:
-                data = self.channel.recv(MAX_MESSAGE)
+                data = self.channel.recv(MAX_MESSAGE, socket.MSG_DONTWAIT)
                 if not data:
                     return signs + self._agent_gone()
                 sign = decode_from_agent(data)
@@ -205,7 +204,9 @@ class Inline:
 
     def stop(self) -> None:
         if self._thread is not None:
-            self._thread.join(5)  # a thread cannot be killed; a stuck one ends with the process
+            self._thread.join(5)
+            if self._thread.is_alive():  # it cannot be killed; its memory stays its own
+                return
             self._thread = None
         _blank(self.fds)
 
@@ -213,8 +214,9 @@ class Inline:
         if self._event < 0:
             return
         self.stop()
-        for fd in (self._event, *self.fds):
-            os.close(fd)
+        if self._thread is None:
+            for fd in (self._event, *self.fds):
+                os.close(fd)
         self._event = -1
 
 

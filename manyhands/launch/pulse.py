@@ -4,7 +4,6 @@
 import math
 import time
 
-from manyhands.deal import MicroBatch
 from manyhands.launch.messages import Beat, StepRecord
 
 
@@ -16,7 +15,8 @@ class Pulse:
         """Records that all workers together have trained on since this one joined."""
         self.computed = 0
         """Those that this worker itself computed."""
-        self.current: MicroBatch | None = None
+        self.current: tuple[int, int] | None = None
+        """The step and micro-batch in work."""
         self._log: list[StepRecord] = []
         self._last = (time.monotonic(), 0)
 
@@ -44,6 +44,6 @@ class Pulse:
             step=self.step,
             samples_per_s=(self.computed - before) / max(now - then, 1e-9),
             steps=log,
-            loss=self.loss if self.leads and self.step else None,
+            loss=self.loss if self.leads and self.records else None,
             records=self.records,
         )

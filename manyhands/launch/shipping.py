@@ -28,18 +28,41 @@ from manyhands.errors import TaskError
 from manyhands.task import Loaded, Task, load_task
 
 LARGE_BYTES = 1 << 14
-PAGE = mmap.ALLOCATIONGRANULARITY
+ALIGN = 64
+
+
+class TorchSettings(msgspec.Struct, frozen=True):
+    """What a task file may have set for the whole process, and what changes results."""
+
+    dtype: str = "float32"
+    matmul: str = "highest"
+    deterministic: bool = False
+
+    @classmethod
+    def here(cls) -> "TorchSettings":
+        return cls(
+            str(torch.get_default_dtype()).removeprefix("torch."),
+            torch.get_float32_matmul_precision(),
+            torch.are_deterministic_algorithms_enabled(),
+        )
+
+    def apply(self) -> None:
+        torch.set_default_dtype(getattr(torch, self.dtype))
+        torch.set_float32_matmul_precision(self.matmul)
+        torch.use_deterministic_algorithms(self.deterministic)
 
 
 class Parcel(msgspec.Struct, frozen=True):
     """What lies where in the memfd. `source` is set when the file must be run instead."""
 
     pickle_bytes: int = 0
-    stretches: list[tuple[int, int]] = []
-    """(offset, length) of each array"""
+    table: tuple[int, int] = (0, 0)
+    """Where the list of arrays is, as (offset, length); it may be long."""
+    end: int = 0
     path: list[str] = []
     """The driver's sys.path"""
     source: str | None = None
+    settings: TorchSettings = TorchSettings()
 
 
 class _Pickler(cloudpickle.Pickler):
@@ -68,9 +91,15 @@ def pack(loaded: Loaded, fd: int) -> Parcel:
     for module in modules:
         cloudpickle.register_pickle_by_value(module)
     try:
-        stream, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
-        pickler = _Pickler(stream, protocol=5, buffer_callback=buffers.append)
-        pickler.dump(loaded.task)
+        stream, buffers = io.BytesIO(), list[memoryview]()
+
+        def keep_inside(buffer: pickle.PickleBuffer) -> bool:
+            raw = buffer.raw()
+            if raw.nbytes >= LARGE_BYTES:
+                buffers.append(raw)
+            return raw.nbytes < LARGE_BYTES
+
+        _Pickler(stream, protocol=5, buffer_callback=keep_inside).dump(loaded.task)
     except Exception as error:
         if loaded.source is None:
             raise TaskError(
@@ -78,19 +107,22 @@ def pack(loaded: Loaded, fd: int) -> Parcel:
                 "pickled (open files, locks, connections) inside a function or __getitem__, or "
                 "put the task in a file and use: manyhands train FILE.py"
             ) from error
-        return Parcel(source=str(loaded.source), path=sys.path)
+        return Parcel(source=str(loaded.source), path=sys.path, settings=TorchSettings.here())
     finally:
         for module in modules:
             cloudpickle.unregister_pickle_by_value(module)
     pickled = stream.getbuffer()
     end = _write(fd, pickled, 0)
     stretches: list[tuple[int, int]] = []
-    for buffer in buffers:
-        raw = buffer.raw()
-        start = -(-end // PAGE) * PAGE
+    for raw in buffers:
+        start = -(-end // ALIGN) * ALIGN
         end = _write(fd, raw, start)
         stretches.append((start, len(raw)))
-    return Parcel(len(pickled), stretches, list(sys.path))
+    table = msgspec.msgpack.encode(stretches)
+    start, end = end, _write(fd, memoryview(table), end)
+    return Parcel(
+        len(pickled), (start, len(table)), end, list(sys.path), settings=TorchSettings.here()
+    )
 
 
 def _modules_by_value(loaded: Loaded) -> list[ModuleType]:
@@ -108,19 +140,14 @@ def _write(fd: int, data: memoryview, offset: int) -> int:
 def unpack(parcel: Parcel, fd: int) -> Task:
     """The task, in a worker."""
     sys.path[:] = parcel.path
+    parcel.settings.apply()
     if parcel.source is not None:
         return load_task(Path(parcel.source)).task
-    pickled = os.pread(fd, parcel.pickle_bytes, 0)
-    buffers = [_map(fd, offset, length) for offset, length in parcel.stretches]
+    # Copy-on-write: writable for code that insists, private to this worker.
+    writable = mmap.PROT_READ | mmap.PROT_WRITE
+    everything = memoryview(mmap.mmap(fd, parcel.end, flags=mmap.MAP_PRIVATE, prot=writable))
+    start, length = parcel.table
+    table = msgspec.msgpack.decode(everything[start : start + length], type=list[tuple[int, int]])
+    buffers = [everything[offset : offset + length] for offset, length in table]
     # This pickle was made by our own driver and came through memory only we could open.
-    return pickle.loads(pickled, buffers=buffers)
-
-
-def _map(fd: int, offset: int, length: int) -> memoryview:
-    """Copy-on-write: writable for code that insists, private to this worker."""
-    if length == 0:
-        return memoryview(bytearray())
-    mapped = mmap.mmap(
-        fd, length, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE, offset=offset
-    )
-    return memoryview(mapped)
+    return pickle.loads(everything[: parcel.pickle_bytes], buffers=buffers)

@@ -162,7 +162,12 @@ class Line:
                 return
             if time.monotonic() >= due:
                 due = time.monotonic() + BEAT_S
-                self.socket.send(encode(self._stamped(self.beat())))
+                self._send(self._stamped(self.beat()))
+
+    def _send(self, message: FromWorker) -> None:
+        """What cannot be encoded is left out: this thread must live to send the rest."""
+        with suppress(UnicodeEncodeError, msgspec.MsgspecError):
+            self.socket.send(encode(message))
 
     def _send_waiting(self) -> bool:
         with suppress(queue.Empty):
@@ -170,7 +175,7 @@ class Line:
                 message = self.outgoing.get_nowait()
                 if message is None:
                     return False
-                self.socket.send(encode(message))
+                self._send(message)
         return True
 
     def _receive(self) -> None:

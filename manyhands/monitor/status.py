@@ -8,14 +8,15 @@ from typing import Any
 
 import msgspec
 
-from manyhands.events import Failed, Finished, read_events
+from manyhands.events import Failed, Finished, numbers_of, read_events
 from manyhands.rundir import RunDir
 
 
 def status(run: RunDir) -> dict[str, Any]:
     """State, step, speed and workers. A driver that is gone without a word has "died"."""
+    found: dict[str, Any]
     try:
-        found: dict[str, Any] = msgspec.json.decode(run.status.read_bytes())
+        found = msgspec.json.decode(run.status.read_bytes(), type=dict[str, Any])
     except (OSError, msgspec.MsgspecError):
         found = {"state": "starting", "step": 0, "total_steps": 0, "workers": []}
     found["run"] = str(run.root)
@@ -31,5 +32,5 @@ def status(run: RunDir) -> dict[str, Any]:
     if isinstance(last, Failed) and found["state"] == "failed":
         found["verdict"] = last.verdict
     if isinstance(last, Finished) and found["state"] == "finished":
-        found |= {"scores": last.scores, "fingerprint": last.fingerprint}
+        found |= {"scores": numbers_of(last.scores), "fingerprint": last.fingerprint}
     return found

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from manyhands.events import AnyEvent, Evaluated, Saved, Viewed, Warned
+from manyhands.events import AnyEvent, Evaluated, Saved, Viewed, Warned, numbers_of
 from manyhands.report import Report
 
 
@@ -131,7 +131,7 @@ def describe(event: AnyEvent) -> str | None:
             hands = ", ".join(f"rank {r} is process {pid}" for r, pid in event.members.items())
             return f"workers: {hands}"
         case Evaluated():
-            return f"step {event.step}: held-out {scores_text(event.scores)}"
+            return f"step {event.step}: held-out {scores_text(numbers_of(event.scores))}"
         case Saved():
             size = f"{event.size_bytes / 1e6:.1f} MB"
             return f"step {event.step}: saved ({size}, training stood {event.blocked_s:.3f} s)"

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from manyhands.errors import ConfigError
-from manyhands.events import AnyEvent, Evaluated, Stepped
+from manyhands.events import AnyEvent, Evaluated, Stepped, numbers_of
 
 
 class Writer(Protocol):
@@ -27,6 +27,7 @@ class CsvWriter:
     def write(self, event: AnyEvent) -> None:
         for step, name, value in numbers(event):
             self.rows.writerow([step, name, repr(value)])
+        self.file.flush()
 
     def close(self) -> None:
         self.file.close()
@@ -58,6 +59,6 @@ def numbers(event: AnyEvent) -> list[tuple[int, str, float]]:
             named |= {f"train/{name}": value for name, value in event.numbers.items()}
             return [(event.step, name, value) for name, value in named.items()]
         case Evaluated():
-            return [(event.step, f"held_out/{n}", v) for n, v in event.scores.items()]
+            return [(event.step, f"held_out/{n}", v) for n, v in numbers_of(event.scores).items()]
         case _:
             return []

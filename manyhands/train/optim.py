@@ -334,20 +334,46 @@ def _plain(value: Any) -> Any:
 
 def schedule_to_json(schedule: Any | None) -> str | None:
     """A scheduler's state, or None when it holds more than numbers (it is then stepped again)."""
+    if schedule is None:
+        return None
     try:
-        return None if schedule is None else json.dumps(schedule.state_dict())
+        state = schedule.state_dict()
+        text = json.dumps(state)
     except (TypeError, ValueError, AttributeError):
         return None
+    # MultiStepLR's milestones are a dict with whole numbers as keys, which JSON makes strings.
+    return text if _alike(json.loads(text), state) else None
 
 
-def restore_schedule(schedule: Any, saved: str | None, step: int, optimizer: Optimizer) -> None:
-    if saved is not None:
-        schedule.load_state_dict(json.loads(saved))
-        return
-    groups = groups_to_json(optimizer)
-    for _ in range(step):
-        schedule.step()
+def _alike(read: Any, state: Any) -> bool:
+    """Whether what JSON gives back is what was put in (tuples may have become lists)."""
+    if isinstance(state, dict):
+        return (
+            isinstance(read, dict)
+            and read.keys() == state.keys()
+            and all(_alike(read[k], v) for k, v in state.items())
+        )
+    if isinstance(state, list | tuple):
+        return len(read) == len(state) and all(map(_alike, read, state))
+    return type(read) is type(state) and read == state
+
+
+def restore(
+    optimizer: Optimizer,
+    schedule: Any | None,
+    *,
+    groups: Sequence[dict[str, Any]],
+    saved: str | None,
+    step: int,
+) -> None:
+    """Groups and schedule as they were at `step`, on a fresh optimizer and a fresh schedule."""
+    if schedule is not None and saved is None:
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # it was, before
+        for _ in range(step):
+            schedule.step()
     groups_from_json(optimizer, groups)
+    if schedule is not None and saved is not None:
+        schedule.load_state_dict(json.loads(saved))
 
 
 def parameters_by_name(model: Module) -> dict[str, Tensor]:

@@ -15,6 +15,7 @@ A step, on worker r with its range of micro-batches:
 """
 
 import math
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,11 +37,11 @@ from manyhands.train.memory import Memory
 from manyhands.train.optim import SharedOut, how_to_cut, one_thread
 from manyhands.train.state import Replica
 from manyhands.train.sync.canonical import TreeSum, finish, most_parts
-from manyhands.train.sync.contract import MIXED_WEIGHTS, StepFacts
+from manyhands.train.sync.contract import CHANGING_NAMES, MIXED_WEIGHTS, StepFacts
 from manyhands.world import World
 
 HEADER = 1  # [last command heard]
-FACTS = 4  # per micro-batch: [loss, weight or NaN, share, records' count]
+FACTS = 5  # per micro-batch: [loss, weight or NaN, share, records, mark of the numbers' names]
 _FOREACH_ADD: Any = getattr(torch, "_foreach_add_")  # noqa: B009 (private, and no other way)
 _FOREACH_COPY: Any = getattr(torch, "_foreach_copy_")  # noqa: B009
 
@@ -144,9 +145,11 @@ class AllReduce:
 
     def _write_row(self, row: NDArray[np.float64], micro_batch: MicroBatch, leaf: Leaf) -> None:
         weight = math.nan if leaf.weight is None else leaf.weight
-        row[:FACTS] = leaf.loss, weight, micro_batch.share, micro_batch.records
+        names = sorted(leaf.numbers)
+        mark = zlib.crc32("\n".join(names).encode())
+        row[:FACTS] = leaf.loss, weight, micro_batch.share, micro_batch.records, mark
         if leaf.numbers:
-            self._names = sorted(leaf.numbers)
+            self._names = names
             row[FACTS : FACTS + len(self._names)] = [leaf.numbers[n] for n in self._names]
         at = FACTS + MOST_NUMBERS
         for k, parameter in enumerate(self._trainable):
@@ -202,6 +205,8 @@ class AllReduce:
         weighted = not np.isnan(weights).all()
         if weighted and np.isnan(weights).any():
             raise TaskError(MIXED_WEIGHTS)
+        if len(set(rows[:, 4].tolist())) > 1:
+            raise TaskError(CHANGING_NAMES)
         scales = weights if weighted else shares
         at = FACTS + MOST_NUMBERS
         flags = rows[:, at : at + len(self._trainable)]

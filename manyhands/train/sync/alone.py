@@ -23,7 +23,7 @@ from manyhands.train.memory import Memory
 from manyhands.train.optim import SharedOut, how_to_cut, one_thread
 from manyhands.train.state import Replica
 from manyhands.train.sync.canonical import finish
-from manyhands.train.sync.contract import MIXED_WEIGHTS, StepFacts
+from manyhands.train.sync.contract import CHANGING_NAMES, MIXED_WEIGHTS, StepFacts
 
 
 class Alone:
@@ -96,6 +96,8 @@ class Alone:
         total = sum(scales)
         if len({leaf.weight is None for leaf in self._leaves}) > 1:
             raise TaskError(MIXED_WEIGHTS)
+        if len({tuple(sorted(leaf.numbers)) for leaf in self._leaves}) > 1:
+            raise TaskError(CHANGING_NAMES)
         if total == 0:
             raise TaskError(f"all weights that the loss returned in step {cut.step} are 0.")
         names = sorted({name for leaf in self._leaves for name in leaf.numbers})

@@ -9,6 +9,10 @@ from manyhands.deal import Cut, MicroBatch
 from manyhands.train.leaf import LossFn
 from manyhands.train.optim import SharedOut
 
+CHANGING_NAMES = (
+    "the loss returned differently named numbers for different micro-batches of a step. Return the "
+    "same names every time."
+)
 MIXED_WEIGHTS = "the loss returned a weight for some micro-batches and none for others."
 
 
