@@ -47,6 +47,8 @@ class TorchSettings(msgspec.Struct, frozen=True):
         )
 
     def apply(self) -> None:
+        if self == TorchSettings.here():  # setting them makes torch import its compiler (0.7 s)
+            return
         torch.set_default_dtype(getattr(torch, self.dtype))
         torch.set_float32_matmul_precision(self.matmul)
         torch.use_deterministic_algorithms(self.deterministic)
