@@ -79,7 +79,7 @@ class Plain:
     def progress(self, progress: Progress) -> None:
         now = time.monotonic()
         due = now - self.last >= self.every_s or progress.step == progress.total_steps
-        if due and progress.step > 0 and progress.step != self.shown:
+        if due and progress.samples_per_s > 0 and progress.step != self.shown:
             self.last, self.shown = now, progress.step
             self.note(progress.line())
 
