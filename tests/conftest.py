@@ -6,8 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from manyhands.launch.launchers import Launcher, Local, create_segments
+
+# A busy machine is no bug: no test is judged by how long it took.
+settings.register_profile("calm", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("calm")
 
 # Set by torch and scikit-learn when they are imported.
 IGNORED = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_", "KMP_")
