@@ -22,7 +22,7 @@ from manyhands.checkpoint.storage import Folder, newest_good
 from manyhands.config import RunConfig, from_dict, read_toml, to_toml
 from manyhands.data.records import open_data
 from manyhands.desk import Desk, Job, OnStep, drivers_fault
-from manyhands.errors import RequestError, RunDirError
+from manyhands.errors import RunDirError
 from manyhands.finding import (
     check_criteria,
     describe_run,
@@ -34,7 +34,7 @@ from manyhands.finding import (
     weights_file,
 )
 from manyhands.launch import shipping
-from manyhands.launch.launchers import Inline, Launcher, Local, create_segments
+from manyhands.launch.launchers import Launcher, open_launcher
 from manyhands.launch.membership import Cause
 from manyhands.launch.supervisor import Supervisor
 from manyhands.launch.wire import Switchboard
@@ -43,9 +43,7 @@ from manyhands.report import Report
 from manyhands.rundir import RunDir, locked, new_run_path, open_run, write_whole
 from manyhands.task import Task
 from manyhands.testing.faults import FaultPlan
-from manyhands.worker import Orders, main
-
-WORKER = "manyhands.worker:main"
+from manyhands.worker import Orders
 
 
 def train(
@@ -217,19 +215,11 @@ def _folder(run: RunDir, *, new: bool) -> Generator[None]:
 @contextmanager
 def _launched(engine: str, launcher: Launcher | None) -> Generator[Launcher]:
     """A launcher of our own, or one that the caller keeps warm for several runs."""
-    hands = launcher or start_launcher(engine)
+    hands = launcher or open_launcher(engine)
     try:
         yield hands
     finally:
         hands.stop() if launcher else hands.close()
-
-
-def start_launcher(engine: str) -> Launcher:
-    if engine == "inline":
-        return Inline(main, create_segments())
-    if engine != "local":
-        raise RequestError(f"there is no engine '{engine}'; use local or inline.")
-    return Local(WORKER, create_segments())
 
 
 @contextmanager

@@ -18,7 +18,6 @@ from manyhands.testing.contracts import (
     CollectiveContract,
     LauncherContract,
     StorageContract,
-    contract_worker,
 )
 from manyhands.train.collective.contract import Collective, Sizes
 from manyhands.train.collective.shared import Shared
@@ -81,7 +80,7 @@ class TestShared(CollectiveContract):
 class TestInline(LauncherContract):
     @pytest.fixture
     def launcher(self) -> Iterator[Launcher]:
-        inline = Inline(contract_worker, create_segments())
+        inline = Inline("manyhands.testing.contracts:contract_worker", create_segments())
         yield inline
         inline.close()
 

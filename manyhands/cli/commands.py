@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from manyhands.errors import ManyhandsError, RequestError, RunFailed
+from manyhands.errors import ManyhandsError, RunFailed
 from manyhands.rundir import RunDir, new_run_path, open_run, runs_under
 from manyhands.task import user_traceback
 from manyhands.version import VERSION
@@ -210,17 +210,9 @@ def _started_early(engine: str, quiet: bool) -> "Generator[Launcher]":
     """Start the host agent before importing torch here, so that both import it side by side."""
     if sys.stderr.isatty() and not quiet:
         print("starting …", file=sys.stderr)
-    from manyhands.launch.launchers import Inline, Local, create_segments
+    from manyhands.launch.launchers import open_launcher
 
-    launcher: Launcher
-    if engine == "local":
-        launcher = Local("manyhands.worker:main", create_segments())
-    elif engine == "inline":
-        from manyhands.worker import main
-
-        launcher = Inline(main, create_segments())
-    else:
-        raise RequestError(f"there is no engine '{engine}'; use local or inline.")
+    launcher = open_launcher(engine)
     try:
         yield launcher
     finally:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ways to have live workers: processes of this host, or a thread of this process."""
 
+import importlib
 import os
 import queue
 import socket
@@ -27,6 +28,9 @@ from manyhands.launch.agent import (
 from manyhands.world import Machine, agent_environment, machine
 
 Sign = Started | Exit
+
+WORKER = "manyhands.worker:main"
+"""A worker's main, by name: this module knows no story."""
 
 RESERVED_BYTES = 1 << 42
 """The (sparse) size of a shared segment; only pages that are written to take memory."""
@@ -160,8 +164,10 @@ class Inline:
 
     most_workers: int | None = 1
 
-    def __init__(self, entry: Callable[[bytes], int], fds: tuple[int, int]) -> None:
-        self.fds, self.entry = fds, entry
+    def __init__(self, entry: str, fds: tuple[int, int]) -> None:
+        module, _, function = entry.partition(":")
+        self.entry: Callable[[bytes], int] = getattr(importlib.import_module(module), function)
+        self.fds = fds
         self.signs: queue.SimpleQueue[Sign] = queue.SimpleQueue()
         self._event = os.eventfd(0, os.EFD_NONBLOCK)
         self._thread: threading.Thread | None = None
@@ -218,6 +224,16 @@ class Inline:
             for fd in (self._event, *self.fds):
                 os.close(fd)
         self._event = -1
+
+
+ENGINES: dict[str, Callable[[str, tuple[int, int]], Launcher]] = {"local": Local, "inline": Inline}
+
+
+def open_launcher(engine: str) -> Launcher:
+    """A launcher of manyhands' own workers."""
+    if engine not in ENGINES:
+        raise RequestError(f"there is no engine '{engine}'; use {' or '.join(ENGINES)}.")
+    return ENGINES[engine](WORKER, create_segments())
 
 
 def _blank(fds: tuple[int, int]) -> None:
