@@ -49,6 +49,7 @@ from manyhands.train.memory import Memory
 from manyhands.train.optim import (
     Entry,
     groups_to_json,
+    how_to_cut,
     restore,
     schedule_to_json,
     without_dynamo,
@@ -208,6 +209,9 @@ class Hand:
                 )
         if self.world.leads:
             notes = suspects.private_generators(model, self.task.data)
+            cut, because = how_to_cut(self.replica.optimizer)
+            if cut == "nowhere" and self.world.num_ranks > 1:
+                notes.append(f"the optimizer's work is not shared out: {because}")
             if (note := suspects.unlike(others[0].marks, [o.marks for o in others])) is not None:
                 notes.append(note)
             for note in notes:

@@ -76,19 +76,20 @@ class AllReduce:
         self.seed, self.precision = train.seed, train.precision
         self.clip_norm = train.clip_norm
         layout = replica.layout
-        cut, self.because = how_to_cut(replica.optimizer)
+        cut, _ = how_to_cut(replica.optimizer)
         self.spans = share_out(layout, world.num_ranks, cut=cut)
         self.bounds = [bounds(spans) for spans in self.spans]
         self.width = FACTS + MOST_NUMBERS + len(layout.trainable) + replica.buffers.row_width
         most_leaves = train.micro_batches + 1  # a last record joins the batch before it
-        most_blocks = max(len(blocks(spans)) for spans in self.spans)
+        self.blocks = [blocks(spans) for spans in self.spans]
+        self.most_blocks = max(len(b) for b in self.blocks)
         self.collective = collective(
             Sizes(
                 lanes=layout.trainable_sizes,
                 slots=most_parts(most_leaves),
                 message_bytes=max(
                     8 * (HEADER + most_leaves * self.width),
-                    8 * most_blocks,
+                    8 * self.most_blocks,
                     most_leaves * packed_size(replica.buffers.others),
                     packed_size(replica.buffers.layout.pieces),
                 ),
@@ -258,17 +259,16 @@ class AllReduce:
         mine = self.bounds[self.world.rank]
         pieces = [
             gradient[span.piece.dtype][start - mine[span.piece.dtype][0] :][: stop - start]
-            for span, start, stop in blocks(self.spans[self.world.rank])
+            for span, start, stop in self.blocks[self.world.rank]
         ]
         if self.micro_batches == 1:
             whole = self._touched_gradients(gradient, step)
             factor = torch_coefficient(whole, self.clip_norm)
         else:
-            most = max(len(blocks(spans)) for spans in self.spans)
-            norms = np.zeros(most)
+            norms = np.zeros(self.most_blocks)
             norms[: len(pieces)] = block_norms(pieces)
             everyone = self.collective.gather(norms.view(np.uint8))
-            counts = [len(blocks(spans)) for spans in self.spans]
+            counts = [len(b) for b in self.blocks]
             rows = [m.view(np.float64)[:n] for m, n in zip(everyone, counts, strict=True)]
             factor = coefficient(np.concatenate(rows), self.clip_norm)
         if factor < 1.0:
