@@ -97,11 +97,12 @@ def deal(micro_batches: int, speeds: tuple[float, ...]) -> tuple[range, ...]:
         following: dict[int, tuple[int, tuple[range, ...]]] = {}
         most = _within(quickest, speed)
         for start, (trees, ranges) in best.items():
-            # Ranges that are much shorter than they may be only push work to the others.
-            for length in range(max(0, most - 3), most + 1):
+            # Ranges that are much shorter than they may be only push work to the others. Longer
+            # ones first: among equals the first workers, and so the leader, have something to do.
+            for length in range(most, max(0, most - 3) - 1, -1):
                 mine = range(start, start + length)
                 if mine.stop > micro_batches:
-                    break
+                    continue
                 candidate = (trees + len(subtrees(mine, micro_batches)), (*ranges, mine))
                 if mine.stop not in following or candidate[0] < following[mine.stop][0]:
                     following[mine.stop] = candidate

@@ -313,6 +313,7 @@ class Hand:
         self.line.send(Part(worker=self.orders.worker, round=round, payload=payload))
         if self.world.leads:
             found = scores.combine(evaluation, scores.decode(self.line.reply(round).parts))
+            self.line.send(self.pulse.beat())  # the steps before the scores of the last of them
             self.line.send(Scored(step=replica.step, round=f"scores-{replica.step}", scores=found))
         reason = self.line.reply(f"scores-{replica.step}").stop
         self.scored_at = replica.step

@@ -64,3 +64,10 @@ def test_equal_workers_get_aligned_ranges_where_the_numbers_allow() -> None:
     for workers in (1, 2, 4, 8):
         assert all(len(subtrees(r, 8)) == 1 for r in deal(8, (1.0,) * workers))
     assert deal(9, (1.0, 2.0)) == (range(0, 3), range(3, 9))
+
+
+def test_the_leader_always_has_something_to_do() -> None:
+    """It names the numbers that are logged."""
+    for m in range(1, 25):
+        for workers in range(1, 10):
+            assert len(deal(m, (1.0,) * workers)[0]) > 0, (m, workers)
