@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Questions about a saved run: its scores, its fingerprint. Answered here, in one process."""
 
-import math
 import warnings
 from pathlib import Path
 
@@ -11,17 +10,16 @@ from manyhands.checkpoint.files import MODEL, read_model, read_state
 from manyhands.checkpoint.storage import Folder, newest_good
 from manyhands.checkpoint.tensors import fingerprint as fingerprint_of
 from manyhands.config import read_toml
-from manyhands.data.feed import held_out_batches
 from manyhands.data.records import open_data
 from manyhands.errors import RunDirError
 from manyhands.evaluate import scores
 from manyhands.finding import reload
 from manyhands.rundir import RunDir, open_run
+from manyhands.scoring import evaluation_of, my_batches
 from manyhands.task import Task
 from manyhands.train.memory import Memory
 from manyhands.train.seeds import seed_everything
 from manyhands.train.state import Replica, build_model
-from manyhands.worker import evaluation_batch, evaluation_of
 
 
 def evaluate(
@@ -48,14 +46,7 @@ def evaluate(
         where = folder.step(chosen)
         replica.load(read_model(where), where=str(where))
         replica.buffers.load(read_state(where)[0])
-        size = evaluation_batch(config)
-        batches = held_out_batches(
-            held_out,
-            batch=size,
-            indices=range(math.ceil(len(held_out) / size)),
-            seed=config.train.seed,
-            seeder=seed_everything,
-        )
+        batches = my_batches(held_out, config, 0, 1, cpu)
         evaluation = evaluation_of(loaded.task, config)
         return scores.combine(evaluation, scores.measure(evaluation, model, batches))
     finally:

@@ -64,12 +64,17 @@ class TrainConfig:
     start_from: str | None = None
     """Weights to begin with: another run's folder, or a safetensors file."""
 
+    audit_every: int | None = None
+    """After this many steps, compute one micro-batch a second time, on another worker, and compare
+    every bit. A worker that computes wrongly is named and replaced."""
+
     def __post_init__(self) -> None:
         _at_least("train", "batch", self.batch, 1)
         _at_least("train", "micro_batch", self.micro_batch, 1)
         _at_least("train", "epochs", self.epochs, 1)
         _at_least("train", "steps", self.steps, 1)
         _at_least("train", "threads", self.threads, 1)
+        _at_least("train", "audit_every", self.audit_every, 1)
         if self.clip_norm is not None and not 0 < self.clip_norm < math.inf:
             raise ConfigError(
                 f"train.clip_norm must be a positive number, got {self.clip_norm}. "
@@ -170,6 +175,27 @@ class LogConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RecoveryConfig:
+    silent_s: float = 3.0
+    """A worker that sends no heartbeat for so long is killed and replaced."""
+
+    stuck_s: float = 30.0
+    """A worker that lives but gets nothing done for so long (and for 10 times the usual time of a
+    micro-batch) is killed and replaced. Not in its first step."""
+
+    losses: int = 5
+    """Give up when members were lost this many times without a step between."""
+
+    rebalance: bool = True
+    """Deal fewer micro-batches to slower workers. The result does not depend on it."""
+
+    def __post_init__(self) -> None:
+        _at_least("recovery", "silent_s", self.silent_s, 0.5)
+        _at_least("recovery", "stuck_s", self.stuck_s, 0.5)
+        _at_least("recovery", "losses", self.losses, 0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig | None = None
@@ -177,6 +203,7 @@ class RunConfig:
     evaluate: EvaluateConfig | None = None
     """Left out: held-out records, if there are any, are scored once at the end."""
     log: LogConfig = field(default_factory=LogConfig)
+    recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
 
     def with_settings(self, settings: Iterable[str]) -> "RunConfig":
         """This config changed by `section.key=value` strings, as `--set` gives them."""
@@ -202,7 +229,40 @@ SECTIONS: dict[str, type] = {
     "checkpoint": CheckpointConfig,
     "evaluate": EvaluateConfig,
     "log": LogConfig,
+    "recovery": RecoveryConfig,
 }
+
+LIVE = (
+    "train.clip_norm",
+    "checkpoint.every_steps",
+    "checkpoint.keep_last",
+    "evaluate.every_steps",
+    "log.every_steps",
+)
+"""Settings that may change while a run goes on; beside them, the optimizer's hyper-parameters."""
+
+
+def read_changes(settings: Iterable[str]) -> dict[str, Any]:
+    """`manyhands set`'s arguments: lr=3e-4 weight_decay=0.1 train.clip_norm=1 log.every_steps=5."""
+    changes: dict[str, Any] = {}
+    for setting in settings:
+        name, sign, text = (part.strip() for part in setting.partition("="))
+        if not sign or not name or not text:
+            raise ConfigError(f"{setting}: write it as name=value, as in lr=3e-4.")
+        if name == "clip_norm":
+            name = "train.clip_norm"
+        if "." in name and name not in LIVE:
+            raise ConfigError(
+                f"{name} cannot change while a run goes on{_nearest(name, LIVE)} "
+                "The optimizer's own (lr, weight_decay, ...) have no section."
+            )
+        changes[name] = _value(text)
+    return changes
+
+
+def live_settings(changes: Mapping[str, Any]) -> list[str]:
+    """Those of the changes that are config, as `with_settings` takes them."""
+    return [f"{name}={_toml_value(value)}" for name, value in changes.items() if "." in name]
 
 
 def from_dict(tree: Mapping[str, Any]) -> RunConfig:

@@ -27,6 +27,8 @@ class MicroBatch:
     """How many."""
     share: float
     """Records here divided by records in the step; exactly 1.0 when it is the only one."""
+    start: int
+    """Its first position in the epoch."""
     batch: Batch
 
 

@@ -9,22 +9,23 @@ import os
 import platform
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
-from manyhands import events
+from manyhands import events, ledger
 from manyhands.checkpoint.files import MODEL
 from manyhands.checkpoint.storage import FileRecord, Folder, Manifest, to_delete
 from manyhands.checkpoint.tensors import fingerprint
-from manyhands.config import RunConfig
+from manyhands.config import RunConfig, live_settings
 from manyhands.errors import ConfigError, Interrupted, RequestError, RunFailed
 from manyhands.evaluate.progress import best_step, should_stop
 from manyhands.launch.membership import Cause
-from manyhands.launch.messages import Beat, SavedFile
-from manyhands.launch.supervisor import Done, WorkerStatus
+from manyhands.launch.messages import Beat, SavedFile, Settings, View
+from manyhands.launch.supervisor import Done, Incident, WorkerStatus
 from manyhands.monitor.terminal import Display, Progress, display
 from manyhands.monitor.writers import CsvWriter, TensorBoardWriter, Writer
 from manyhands.plan.planner import Plan
@@ -44,20 +45,34 @@ class Job:
     run: RunDir
     loaded: Loaded
     config: RunConfig
-    workers: int | None
+    workers: int | tuple[int, int] | None
+    """A number, the least and the most, or as many as there is room for."""
     on_step: OnStep | None
     quiet: bool
     faults: FaultPlan
+    changes: Mapping[int, dict[str, Any]] = field(default_factory=dict[int, dict[str, Any]])
+    """Settings that change after so many steps: of the run that is replayed."""
+    debug: tuple[int, int] | None = None
+    """Stop in a debugger at this micro-batch: (step, index)."""
     notes: Sequence[str] = ()
 
 
 class Desk:
     """The driver's side of everything the supervisor reports."""
 
-    def __init__(self, job: Job, made: Plan, first_step: int, started: float) -> None:
-        self.job, self.plan, self.started = job, made, started
+    def __init__(
+        self, job: Job, made: Plan, first_step: int, started: float, book: ledger.Book
+    ) -> None:
+        self.job, self.plan, self.started, self.book = job, made, started, book
+        self.config = job.config
+        """With the changes that were made while training."""
+        self.groups: list[dict[str, Any]] = []
+        self.losses: dict[int, float] = {}
+        self.incidents = 0
+        self.doing = "running"
         self.storage = Folder(job.run)
         self.log = events.EventLog(job.run.events)
+        self.loss_log = events.LossLog(job.run.losses)
         self.display: Display = display(quiet=job.quiet)
         self.writers = _writers(job)
         self.first_step_s = 0.0
@@ -109,6 +124,7 @@ class Desk:
                 writer.write(event)
 
     def beat(self, beat: Beat) -> None:
+        self.loss_log.write(beat.losses)
         if beat.loss is None:
             return
         now = time.time()
@@ -122,6 +138,7 @@ class Desk:
             self.progress.samples_per_s = speed if not old else 0.8 * old + 0.2 * speed
             self.last_beat = (now, beat.records)
         self.progress.step, self.progress.loss = beat.step, beat.loss
+        self.losses = {beat.step: beat.loss}
         self._show(lambda display: display.progress(self.progress))
         for record in beat.steps:
             event = events.Stepped(
@@ -136,9 +153,76 @@ class Desk:
             if self.job.on_step is not None:
                 self.job.on_step(event)
 
-    def status(self, workers: list[WorkerStatus]) -> None:
-        self.status_of = workers
+    def status(self, workers: list[WorkerStatus], doing: str) -> None:
+        self.status_of, self.doing = workers, doing
+        self.progress.workers = len(workers)
         self._write_status()
+
+    def begun(self, view: View, step: int, groups: list[dict[str, Any]]) -> None:
+        self.groups = groups
+        workers = [m.worker for m in view.members]
+        self.book.begin(step, view.generation, workers, view.speeds)
+        self.progress.workers = len(workers)
+        self.event(
+            events.Viewed(
+                generation=view.generation,
+                first_step=step,
+                members={m.rank: m.pid for m in view.members},
+                because=view.because,
+            )
+        )
+
+    def changed(self, step: int, changes: Settings) -> None:
+        self.book.ledger.write(ledger.Changed(step, changes), durable=True)
+        self.config = self.config.with_settings(live_settings(changes))
+        self.event(events.Changed(step=step, settings=changes))
+
+    def objection(self, changes: Settings, groups: list[dict[str, Any]]) -> str | None:
+        known = {key: value for group in groups for key, value in group.items()}
+        for name, value in changes.items():
+            if "." not in name:
+                if name not in known or name == "initial_lr":
+                    return f"the optimizer has no '{name}'; it has {', '.join(sorted(known))}."
+                if not isinstance(value, bool | int | float | list):
+                    return f"{name} = {value!r} is not a number."
+        try:
+            config = self.config.with_settings(live_settings(changes))
+        except ConfigError as error:
+            return str(error)
+        if config.evaluate is not None and self.config.evaluate is None:
+            return "this run does not evaluate while it trains; there is no interval to change."
+        return None
+
+    def recovered(self, incident: Incident) -> None:
+        self.incidents += 1
+        self.event(
+            events.Recovered(
+                step=incident.step,
+                workers=self.progress.workers,
+                seconds=incident.seconds,
+                recomputed=incident.recomputed,
+                because=incident.decided,
+            )
+        )
+        verdict = msgspec.structs.replace(
+            self._verdict(incident.cause),
+            outcome="recovered",
+            decided=incident.decided,
+            seconds=incident.seconds,
+            went_on_at=incident.step,
+            recomputed=incident.recomputed,
+        )
+        with suppress(OSError):
+            encoded = msgspec.json.format(msgspec.json.encode(verdict))
+            write_whole(self.job.run.verdict, encoded, durable=False)
+
+    def _verdict(self, cause: Cause) -> Verdict:
+        return Verdict.of(
+            cause,
+            run=str(self.job.run.root),
+            log=str(self.job.run.log(cause.worker)),
+            saved=max(self.storage.steps(), default=None),
+        )
 
     def scored(self, step: int, scores: dict[str, float]) -> str | None:
         self.event(events.Evaluated(step=step, scores=dict(scores)))
@@ -153,14 +237,30 @@ class Desk:
             self.event(events.Warned(text=f"{error} It will not stop early."))
             return None
 
-    def written(self, step: int, files: list[SavedFile], blocked_s: float) -> None:
-        manifest = Manifest(step, {f.name: FileRecord(f.size_bytes, f.sha256) for f in files})
+    def written(self, step: int, attempt: int, files: list[SavedFile], blocked_s: float) -> None:
+        listed = {f.name: FileRecord(f.size_bytes, f.sha256) for f in files}
+        manifest = Manifest(step, listed, attempt)
+        # First the ledger: a checkpoint must never be ahead of what is proven.
+        self.book.close_at(step, self._rates(), self.losses.get(step), durable=True)
         self.storage.commit(manifest)
         self.event(events.Saved(step=step, size_bytes=manifest.size_bytes, blocked_s=blocked_s))
         self._retain()
 
+    def last_score(self) -> tuple[int, str | None]:
+        """The step that was last scored before this run began, and whether that was enough."""
+        evaluate = self.config.evaluate
+        if not self.history or evaluate is None:
+            return -1, None
+        with suppress(ConfigError):
+            enough = should_stop(self.history, by=evaluate.by, patience=evaluate.stop_early)
+            return self.history[-1][0], enough
+        return -1, None
+
+    def _rates(self) -> list[float | None]:
+        return [group.get("lr") for group in self.groups]
+
     def _retain(self) -> None:
-        checkpoint = self.job.config.checkpoint
+        checkpoint = self.config.checkpoint
         if checkpoint is None:
             return
         steps = self.storage.steps()
@@ -178,6 +278,8 @@ class Desk:
 
     def finish(self, done: Done) -> Report:
         step = done.leader.step
+        self.book.close_at(step, self._rates(), done.leader.loss, durable=True)
+        self.storage.sweep()  # what somebody began to save who did not live to finish it
         weights = self.job.run.step(step) / MODEL
         mark = fingerprint(weights)
         if done.leader.because == "stopped":
@@ -195,7 +297,8 @@ class Desk:
             loss=done.leader.loss,
             scores=scores,
             fingerprint=mark,
-            workers=self.plan.workers.value,
+            workers=self.progress.workers,
+            recoveries=self.incidents,
             seconds=seconds,
             samples_per_s=self._mean_speed(),
             first_step_s=self.first_step_s,
@@ -223,12 +326,7 @@ class Desk:
             if self.first_step == 0:  # nothing was computed: leave no half-made run behind
                 self._forget()
             return RequestError(cause.what)
-        verdict = Verdict.of(
-            cause,
-            run=str(self.job.run.root),
-            log=str(self.job.run.log(cause.rank or 0)),
-            saved=max(self.storage.steps(), default=None),
-        )
+        verdict = msgspec.structs.replace(self._verdict(cause), decided="give up")
         text = verdict.page()
         self.event(events.Failed(step=cause.step, verdict=text))
         with suppress(OSError):  # the disk may be what failed
@@ -252,6 +350,8 @@ class Desk:
         self._write_status()
         self._show(lambda display: display.close())
         self.log.close()
+        self.loss_log.close()
+        self.book.ledger.close()
         for writer in self.writers:
             with suppress(OSError):
                 writer.close()
@@ -262,7 +362,7 @@ class Desk:
         if self.state == "forgotten":
             return
         status = {
-            "state": self.state,
+            "state": self.doing if self.state == "running" else self.state,
             "step": self.progress.step,
             "total_steps": self.progress.total_steps,
             "loss": self.progress.loss,
@@ -289,6 +389,7 @@ def _writers(job: Job) -> list[Writer]:
 def drivers_fault(error: OSError, step: int) -> Cause:
     return Cause(
         rank=None,
+        worker=0,
         pid=os.getpid(),
         host=platform.node(),
         step=step,

@@ -13,6 +13,7 @@
     │   ├── UnevenBuffer          a model's buffer that no merge rule fits
     │   ├── CheckpointDamaged     bytes on disk are not the bytes that were written
     │   └── Broken                this worker was told to stop waiting
+    │       └── AuditMismatch     two workers computed the same micro-batch differently
     ├── RunFailed                 the run is over; carries the verdict; exit code 1
     └── Interrupted               stopped by a person and saved; exit code 130
 
@@ -91,6 +92,17 @@ class CheckpointDamaged(TrainError):
 
 class Broken(TrainError):
     """This worker was waiting for others and was told that they will not come."""
+
+
+class AuditMismatch(Broken):
+    """Two workers computed the same micro-batch differently; the step was not taken."""
+
+    def __init__(self, step: int, index: int) -> None:
+        super().__init__(step, index)
+
+    def __str__(self) -> str:
+        step, index = self.args
+        return f"two workers computed micro-batch {index} of step {step} differently"
 
 
 class RunFailed(ManyhandsError):

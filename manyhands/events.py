@@ -6,11 +6,12 @@ skipped when reading. `time` is seconds since 1970.
 """
 
 import math
+import struct
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import msgspec
 
@@ -81,6 +82,53 @@ class Exited(Event, frozen=True):
     how: str
 
 
+class Lost(Event, frozen=True):
+    """A worker is gone, and how that was noticed."""
+
+    rank: int
+    worker: int
+    pid: int
+    step: int
+    what: str
+    noticed_by: str
+
+
+class Recovered(Event, frozen=True):
+    """After a loss, training goes on."""
+
+    step: int
+    workers: int
+    seconds: float
+    """From noticing the loss."""
+    recomputed: int
+    """Micro-batches, at the most."""
+    because: str
+
+
+class Audited(Event, frozen=True):
+    """Workers computed the same micro-batch and were compared."""
+
+    step: int
+    micro_batch: int
+    text: str
+    guilty: list[int]
+
+
+class Scaled(Event, frozen=True):
+    """Somebody asked for another number of workers."""
+
+    step: int
+    before: int
+    workers: int
+
+
+class Changed(Event, frozen=True):
+    """Settings in force from `step` on."""
+
+    step: int
+    settings: dict[str, Any]
+
+
 class Finished(Event, frozen=True):
     step: int
     because: str
@@ -108,6 +156,11 @@ AnyEvent = (
     | Deleted
     | Warned
     | Exited
+    | Lost
+    | Recovered
+    | Audited
+    | Scaled
+    | Changed
     | Finished
     | Failed
     | Stopped
@@ -139,6 +192,37 @@ def read_events(path: Path) -> Iterator[AnyEvent]:
         for line in file:
             with suppress(msgspec.DecodeError):
                 yield decoder.decode(line)
+
+
+_LOSS = struct.Struct("<qd")
+
+
+class LossLog:
+    """losses.bin: the loss of every step, in 16 bytes each, to compare with when it is replayed."""
+
+    def __init__(self, path: Path) -> None:
+        self.file: IO[bytes] = open(path, "ab")  # noqa: SIM115 (closed by close)
+        self.file.truncate(self.file.tell() // _LOSS.size * _LOSS.size)
+
+    def write(self, losses: Iterable[tuple[int, float]]) -> None:
+        with suppress(OSError):  # as with the diary: saving will tell of a full disk
+            for step, loss in losses:
+                self.file.write(_LOSS.pack(step, loss))
+            self.file.flush()
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self.file.close()
+
+
+def read_losses(path: Path) -> dict[int, float]:
+    """After so many steps → the loss. What was computed again after a resume counts."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return {}
+    whole = len(data) // _LOSS.size * _LOSS.size
+    return {step: loss for step, loss in _LOSS.iter_unpack(data[:whole])}
 
 
 def numbers_of(scores: Mapping[str, float | None]) -> dict[str, float]:

@@ -24,6 +24,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint: str
     """SHA-256 of the weights."""
     workers: int
+    """At the end."""
+    recoveries: int = 0
+    """How often workers were lost and training went on."""
     seconds: float
     samples_per_s: float
     first_step_s: float

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The driver: load → plan → launch → supervise → report. The story of one run.
 
-`train` and `resume` are the two ways in; both end in `_drive`. What the supervisor reports on the
+`train` and `resume` are the two ways in; both end in `drive`. What the supervisor reports on the
 way is dealt with at the desk (desk.py).
 """
 
@@ -34,23 +34,36 @@ from manyhands.finding import (
     weights_file,
 )
 from manyhands.launch import shipping
+from manyhands.launch.control import Control
 from manyhands.launch.launchers import Launcher, open_launcher
-from manyhands.launch.membership import Cause
+from manyhands.launch.membership import Cause, Limits, Situation
 from manyhands.launch.supervisor import Supervisor
 from manyhands.launch.wire import Switchboard
-from manyhands.plan.planner import Plan, plan
+from manyhands.ledger import (
+    Book,
+    Committed,
+    Ledger,
+    Opened,
+    Rewound,
+    changes_after,
+    changes_by_step,
+    opening,
+    read,
+)
+from manyhands.plan.planner import Plan, plan, read_workers
 from manyhands.report import Report
 from manyhands.rundir import RunDir, locked, new_run_path, open_run, write_whole
 from manyhands.task import Task
 from manyhands.testing.faults import FaultPlan
 from manyhands.worker import Orders
+from manyhands.world import usable_cores
 
 
 def train(
     task: Task | str | Path,
     *,
     to: str | Path | None = None,
-    workers: int | None = None,
+    workers: int | str | None = None,
     config: RunConfig | Mapping[str, Any] | None = None,
     settings: Sequence[str] = (),
     on_step: OnStep | None = None,
@@ -61,6 +74,7 @@ def train(
 ) -> Report:
     """Train `task` (or the task that a file defines) and report.
 
+    `workers` is a number, or "2:8" for as many as there is room for between those.
     `settings` are `section.key=value` strings, as `--set` takes them. `on_step` is called in this
     process with every logged step; giving it logs every step. Raises `RequestError` when the
     request is wrong, `RunFailed` when the run fails, `Interrupted` after Ctrl-C.
@@ -70,15 +84,16 @@ def train(
         chosen = config if isinstance(config, RunConfig) else from_dict(config or {})
         chosen = (chosen if config is not None else base).with_settings(settings)
         run = RunDir(Path(to) if to else new_run_path(Path("runs"), name_of(loaded)))
-        job = Job(run, loaded, chosen, workers, on_step, quiet, faults or FaultPlan())
-        return _drive(job, hands, resume=None)
+        hired = read_workers(workers)
+        job = Job(run, loaded, chosen, hired, on_step, quiet, faults or FaultPlan())
+        return drive(job, hands, resume=None)
 
 
 def resume(
     run: str | Path,
     task: Task | None = None,
     *,
-    workers: int | None = None,
+    workers: int | str | None = None,
     settings: Sequence[str] = (),
     on_step: OnStep | None = None,
     quiet: bool = False,
@@ -95,8 +110,8 @@ def resume(
         refuse_changes(settings)
         with locked(folder):
             job, step = _again(folder, task, settings)
-            job = replace(job, workers=workers, on_step=on_step, quiet=quiet)
-            return _drive(replace(job, faults=faults or FaultPlan()), hands, resume=step)
+            job = replace(job, workers=read_workers(workers), on_step=on_step, quiet=quiet)
+            return drive(replace(job, faults=faults or FaultPlan()), hands, resume=step)
 
 
 def _again(folder: RunDir, task: Task | None, settings: Sequence[str]) -> tuple[Job, int]:
@@ -113,11 +128,13 @@ def _again(folder: RunDir, task: Task | None, settings: Sequence[str]) -> tuple[
         if newer > step:
             storage.set_aside(newer)
     notes += [f"{p}; using step {step} instead" for p in problems]
-    job = Job(folder, loaded, config.with_settings(settings), None, None, False, FaultPlan(), notes)
+    config = config.with_settings(settings)
+    job = Job(folder, loaded, config, None, None, False, FaultPlan(), notes=notes)
     return job, step
 
 
-def _drive(job: Job, launcher: Launcher, *, resume: int | None) -> Report:
+def drive(job: Job, launcher: Launcher, *, resume: int | None) -> Report:
+    """Train from the beginning, or from a saved step of the run."""
     started = time.time() if launcher.used else launcher.born
     records, held_out = open_data(job.loaded.task.data, job.loaded.task.held_out)
     check_criteria(job.config, job.loaded.task, held_out)
@@ -141,7 +158,8 @@ def _drive(job: Job, launcher: Launcher, *, resume: int | None) -> Report:
         for left_over in job.run.root.glob(".rendezvous-*"):  # of a driver that was killed
             left_over.unlink()
         parcel = shipping.pack(job.loaded, launcher.fds[0])
-        desk = Desk(job, made, resume or 0, started)
+        book, changes, first_worker = _book(job, len(records), resume)
+        desk = Desk(job, made, resume or 0, started, book)
         write_whole(job.run.config, to_toml(job.config, task=task_line(job.loaded)))
     held = nullcontext() if resume is not None else locked(job.run)  # `resume` holds it already
     with held:
@@ -157,35 +175,120 @@ def _drive(job: Job, launcher: Launcher, *, resume: int | None) -> Report:
             task_fd=launcher.fds[0],
             state_fd=launcher.fds[1],
             steps=made.steps.value,
-            resume=resume,
             start_from=start_from,
+            changes=changes,
+            debug=job.debug,
             log_every=1 if job.on_step else job.config.log.every_steps,
             faults=job.faults,
         )
-        return _work(job.run, launcher, desk, made, orders)
+        return _work(job, launcher, desk, made, orders, resume, first_worker)
 
 
-def _work(run: RunDir, launcher: Launcher, desk: Desk, made: Plan, orders: Orders) -> Report:
-    """Start the workers and see the run to its end."""
-    switchboard = Switchboard()
+def _book(
+    job: Job, records: int, resume: int | None
+) -> tuple[Book, dict[int, dict[str, Any]], int]:
+    """The ledger, opened or gone on with; settings that change, by step; the next worker's number.
+
+    Workers are numbered for the life of a run, through all its resumes.
+    """
+    train, path = job.config.train, job.run.ledger
+    opened = Opened(records, train.batch, train.micro_batch_size, train.seed)
+    if resume is None:
+        ledger = Ledger(path)
+        ledger.write(opened, durable=True)
+        return Book(ledger, opened), dict(job.changes), 0
+    entries = read(path)
+    before = opening(entries)
+    if before != opened:
+        raise RunDirError(
+            f"{job.run.root} was begun with {before}, but now there are {opened}: its ledger "
+            "cannot be gone on with. Start a new run with train.start_from instead."
+        )
+    changes = changes_by_step(entries)
+    ledger = Ledger(path)
+    ledger.write(Rewound(resume))
+    for change in changes_after(entries, resume + 1):  # they will be in force again, at their steps
+        ledger.write(change)
+    ledger.sync()
+    numbers = [n for e in entries if isinstance(e, Committed) for n in e.workers]
+    return Book(ledger, opened), changes, max(numbers, default=-1) + 1
+
+
+def _work(
+    job: Job,
+    launcher: Launcher,
+    desk: Desk,
+    made: Plan,
+    orders: Orders,
+    resume: int | None,
+    first_worker: int,
+) -> Report:
+    """See the run to its end."""
+    switchboard, control = Switchboard(), Control(job.run.control)
+
+    def start(worker: int) -> None:
+        mine = msgspec.structs.replace(
+            orders, worker=worker, order=worker - first_worker, keys=switchboard.keys
+        )
+        launcher.start(worker, msgspec.msgpack.encode(mine), job.run.log(worker))
+
     try:
-        for worker in range(made.workers.value):
-            mine = msgspec.structs.replace(orders, worker=worker, keys=switchboard.keys)
-            launcher.start(worker, msgspec.msgpack.encode(mine), run.log(worker))
-        return _supervise(launcher, switchboard, desk, made)
+        supervisor = Supervisor(
+            launcher,
+            switchboard,
+            desk,
+            _situation(job, launcher, desk, made, resume),
+            start=start,
+            first_worker=first_worker,
+            wanted=_room(job, made),
+            control=control,
+        )
+        return _supervise(supervisor, launcher, desk)
     finally:
         launcher.stop()
+        control.close()
         switchboard.close()
         desk.close()
 
 
-def _supervise(launcher: Launcher, switchboard: Switchboard, desk: Desk, made: Plan) -> Report:
+def _situation(
+    job: Job, launcher: Launcher, desk: Desk, made: Plan, resume: int | None
+) -> Situation:
+    """What the supervisor knows before anything has happened."""
+    recovery = job.config.recovery
+    scored, enough = desk.last_score()
+    return Situation(
+        wanted=made.workers.value,
+        least=job.workers[0] if isinstance(job.workers, tuple) else 1,
+        replaceable=launcher.replaceable,
+        outlives=made.collective.value == "shared",
+        restore=resume,
+        micro_batches=made.micro_batches.value,
+        limits=Limits(silent_s=recovery.silent_s, stuck_s=recovery.stuck_s, losses=recovery.losses),
+        rebalance=recovery.rebalance,
+        scored=scored,
+        enough=enough,
+        saved=-1 if resume is None else resume,
+    )
+
+
+def _room(job: Job, made: Plan) -> Callable[[], int] | None:
+    """How many workers there is room for, if that may change while training."""
+    if not isinstance(job.workers, tuple):
+        return None
+    least, most = job.workers
+
+    def room() -> int:
+        cores = usable_cores() // job.config.train.threads
+        return max(least, min(cores, most, made.micro_batches.value))
+
+    return room
+
+
+def _supervise(supervisor: Supervisor, launcher: Launcher, desk: Desk) -> Report:
     """Until the run is over. Nothing of it is alive any more when its end is told."""
     try:
-        with _asked_to_stop() as stop_asked:
-            supervisor = Supervisor(
-                launcher, switchboard, desk, wanted=made.workers.value, stop_asked=stop_asked
-            )
+        with _asked_to_stop() as supervisor.stop_asked:
             outcome = supervisor.run()
         launcher.stop()
         if isinstance(outcome, Cause):

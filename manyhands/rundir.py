@@ -36,6 +36,10 @@ class RunDir:
         return self.root / "events.jsonl"
 
     @property
+    def ledger(self) -> Path:
+        return self.root / "ledger.jsonl"
+
+    @property
     def status(self) -> Path:
         return self.root / "status.json"
 
@@ -46,6 +50,14 @@ class RunDir:
     @property
     def verdict(self) -> Path:
         return self.root / "verdict.json"
+
+    @property
+    def losses(self) -> Path:
+        return self.root / "losses.bin"
+
+    @property
+    def control(self) -> Path:
+        return self.root / ".control"
 
     @property
     def metrics(self) -> Path:

@@ -49,6 +49,14 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     log: str
     saved: int | None
     """The newest committed step."""
+    outcome: str = "failed"
+    """"failed", or "recovered": training went on."""
+    decided: str = ""
+    seconds: float = 0.0
+    """From noticing it to going on."""
+    went_on_at: int | None = None
+    recomputed: int = 0
+    """Micro-batches, at the most."""
 
     @classmethod
     def of(cls, cause: CauseLike, *, run: str, log: str, saved: int | None) -> "Verdict":
@@ -71,7 +79,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     def page(self) -> str:
         """For a terminal; the most important line first."""
         where = "in the driver" if self.rank is None else f"on rank {self.rank}"
-        lines = [f"The run failed at step {self.step}, {where}: {self.what}"]
+        verb = "recovered from a failure" if self.outcome == "recovered" else "failed"
+        lines = [f"The run {verb} at step {self.step}, {where}: {self.what}"]
         if self.detail:
             lines += ["", self.detail]
         lines += ["", f"  process   {self.pid} on {self.host}; {self.noticed_by}"]
@@ -83,6 +92,14 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
             lines.append(f"  log       {self.log}")
         if self.advice:
             lines.append(f"  advice    {self.advice}")
+        if self.decided:
+            lines.append(f"  decided   {self.decided}")
+        if self.outcome == "recovered":
+            lines.append(
+                f"  went on   at step {self.went_on_at}, {self.seconds:.2f} s after it was "
+                f"noticed; micro-batches computed again: {self.recomputed}"
+            )
+            return "\n".join(lines)
         if self.saved is not None:
             lines.append(f"  saved     step {self.saved}; continue: manyhands resume {self.run}")
         else:

@@ -15,6 +15,7 @@ ROOT = Path(manyhands.__file__).parent
 WORDS = {
     "config",
     "deal",
+    "ledger",
     "errors",
     "events",
     "report",
@@ -24,7 +25,18 @@ WORDS = {
     "version",
     "world",
 }
-STORIES = {"run", "worker", "answers", "desk", "finding", "cli", "__main__", "__init__"}
+STORIES = {
+    "run",
+    "worker",
+    "answers",
+    "desk",
+    "finding",
+    "scoring",
+    "replaying",
+    "cli",
+    "__main__",
+    "__init__",
+}
 STAGES = {p.name for p in ROOT.iterdir() if p.is_dir() and p.name not in ("cli", "__pycache__")}
 FILES = sorted(ROOT.rglob("*.py"))
 

@@ -76,23 +76,29 @@ def test_a_fingerprint_sees_names_shapes_types_and_bytes(tmp_path: Path) -> None
 def test_what_is_saved_is_what_was_there_when_save_was_called(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     run.checkpoints.mkdir()
-    written: dict[int, dict[str, FileRecord]] = {}
-    saver = Saver(Folder(run), lambda step, files, blocked: written.update({step: files}))
+    written: dict[tuple[int, int], dict[str, FileRecord]] = {}
+    progress: list[int] = []
+    saver = Saver(
+        Folder(run),
+        lambda step, attempt, files, blocked: written.update({(step, attempt): files}),
+        lambda: progress.append(1),
+    )
     x = torch.zeros(1 << 18)
     for step in range(4):
         x.fill_(step)
-        saver.save(step, [Content("model", {"x": x}, {})])
+        saver.save(step, 7, [Content("model", {"x": x}, {})])
         x.fill_(-1)
     saver.drain()
     for step in range(4):
-        draft = run.checkpoints / f".step-{step:08d}.draft" / "model"
+        draft = run.checkpoints / f".step-{step:08d}.7.draft" / "model"
         assert load_file(draft)["x"].unique().tolist() == [step]
-    assert written.keys() == {0, 1, 2, 3}
+    assert written.keys() == {(step, 7) for step in range(4)}
+    assert len(progress) >= 4, "whoever watches can see that something is being written"
 
 
 def test_a_save_that_fails_is_raised_in_the_training_thread(tmp_path: Path) -> None:
-    saver = Saver(Folder(RunDir(tmp_path / "nowhere")), lambda *_: None)
-    saver.save(1, [Content("model", {"x": torch.zeros(3)}, {})])
+    saver = Saver(Folder(RunDir(tmp_path / "nowhere")), lambda step, attempt, files, blocked: None)
+    saver.save(1, 1, [Content("model", {"x": torch.zeros(3)}, {})])
     with pytest.raises(FileNotFoundError):
         saver.drain()
 

@@ -29,6 +29,10 @@ HERE = Machine("here", 4, 1 << 34)
         ("train.seed=-1", "train.seed"),
         ("batch=3", "section.key=value"),
         ("train.batch", "section.key=value"),
+        ("train.audit_every=0", "train.audit_every must be at least 1"),
+        ("recovery.silent_s=0.1", "recovery.silent_s must be at least 0.5"),
+        ("recovery.losses=-1", "recovery.losses must be at least 0"),
+        ("recovery.sillent_s=3", "did you mean 'silent_s'"),
         ("checkpoint.every_steps=0", r"leave out the \[checkpoint\] section"),
     ],
 )
@@ -108,8 +112,10 @@ def test_settings_are_frozen_surface() -> None:
             "sync",
             "collective",
             "start_from",
+            "audit_every",
         ],
         "checkpoint": ["every_steps", "keep_last", "keep_best"],
         "evaluate": ["every_steps", "stop_early", "by", "batch"],
         "log": ["every_steps", "csv", "tensorboard"],
+        "recovery": ["silent_s", "stuck_s", "losses", "rebalance"],
     }

@@ -59,26 +59,33 @@ def numbered(loss: object, model: type[torch.nn.Module] = ConvNet) -> mh.Task:
     )
 
 
+GIVE_UP = ["recovery.losses=0"]
+"""At the first loss; how losses are survived is in test_recovery."""
+
+
 def test_a_killed_worker(launcher: Launcher, tmp_path: Path) -> None:
-    said = verdict_of(launcher, tmp_path / "run", faults=FaultPlan().kill(rank=1, at_step=5))
+    faults = FaultPlan().kill(rank=1, at_step=5)
+    said = verdict_of(launcher, tmp_path / "run", faults=faults, settings=GIVE_UP)
     assert "on rank 1: it was killed by signal 9 (SIGKILL)" in said
     assert "step 4; continue: manyhands resume" in said
 
 
 def test_a_killed_worker_over_gloo(launcher: Launcher, tmp_path: Path) -> None:
     faults = FaultPlan().kill(rank=2, at_step=3)
-    said = verdict_of(launcher, tmp_path / "run", faults=faults, settings=["train.collective=gloo"])
+    settings = [*GIVE_UP, "train.collective=gloo"]
+    said = verdict_of(launcher, tmp_path / "run", faults=faults, settings=settings)
     assert "on rank 2: it was killed by signal 9" in said
 
 
 def test_a_worker_that_exits_without_a_word(launcher: Launcher, tmp_path: Path) -> None:
-    said = verdict_of(launcher, tmp_path / "run", faults=FaultPlan().exit(rank=0, at_step=3))
+    faults = FaultPlan().exit(rank=0, at_step=3)
+    said = verdict_of(launcher, tmp_path / "run", faults=faults, settings=GIVE_UP)
     assert "on rank 0: it ended with exit code 0 without finishing" in said
 
 
 def test_memory_that_runs_out(launcher: Launcher, tmp_path: Path) -> None:
     faults = FaultPlan().out_of_memory(rank=1, at_step=1)
-    said = verdict_of(launcher, tmp_path / "run", faults=faults)
+    said = verdict_of(launcher, tmp_path / "run", faults=faults, settings=GIVE_UP)
     assert "memory ran out. Lower train.micro_batch" in said
     assert "saved     nothing" in said
 

@@ -1,6 +1,5 @@
 """Sharing out an optimizer changes no bit of what it does."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,18 +7,19 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.errors import OptimizerRefused
-from manyhands.train.layout import BLOCK, bounds, lay_out, parameters_of, share_out
-from manyhands.train.memory import Memory
+from manyhands.train import layout
+from manyhands.train.layout import BLOCK, lay_out, parameters_of, share_out, units
 from manyhands.train.optim import (
     Entry,
-    SharedOut,
     groups_from_json,
     groups_to_json,
     how_to_cut,
+    one_thread,
 )
+from tests.hands import Hand, Make, crew, plain_state, segment, state_of
 
 o: Any = torch.optim
-Make = Callable[[nn.Module], torch.optim.Optimizer]
+C = torch.contiguous_format
 
 MAKERS: dict[str, Make] = {
     "adam": lambda m: o.Adam(m.parameters(), lr=0.01, amsgrad=True),
@@ -52,7 +52,7 @@ class Own(torch.optim.SGD):
 def model() -> nn.Module:
     torch.manual_seed(1)
     layers = [nn.Linear(257, 301), nn.ReLU(), nn.Linear(301, 5), nn.Conv2d(3, 8, 3)]
-    built = nn.Sequential(*layers)
+    built: Any = nn.Sequential(*layers)
     return built.to(memory_format=torch.channels_last)
 
 
@@ -63,73 +63,96 @@ def gradients(built: nn.Module, step: int, *, all: bool) -> list[Tensor | None]:
     return [None if (step + k) % 5 == 0 and not all else g for k, g in enumerate(made)]
 
 
-class Workers:
-    """Several shares of one optimizer over the same weights, as worker processes would have."""
+def take_over(way: str, old: list[Hand], new: list[Hand], step: int) -> None:
+    """What three workers hold after `step` steps, four go on with."""
+    for hand in new:
+        groups_from_json(hand.users, groups_to_json(old[0].users))
+    if way == "view":  # the new ones map the same memory, and nothing is copied
+        for rank, hand in enumerate(new):
+            hand.join(rank, len(new), step)
+        return
+    for lane, saved in zip(new[0].weights.values(), old[0].weights.values(), strict=True):
+        lane.copy_(saved)
+    entries = [e for hand in old for e in hand.optimizer.entries()]
+    entries = [Entry(e.key, e.name, e.offset, as_saved(e.value)) for e in entries]
+    new[0].keep.reset(step)
+    for rank, hand in enumerate(new):
+        hand.join(rank, len(new), step, fresh=True)
+        hand.optimizer.load(entries)
+        hand.optimizer.keep_extras(step)
 
-    def __init__(self, make: Make, count: int) -> None:
-        self.built = model()
-        self.users = make(self.built)
-        self.layout = lay_out(parameters_of(self.built))
-        cut, _ = how_to_cut(self.users)
-        self.weights = {d: torch.zeros(n) for d, n in self.layout.sizes.items()}
-        parameters = dict(self.built.named_parameters())
-        for piece in self.layout.pieces:
-            home = piece.view(self.weights[piece.dtype])
-            home.copy_(parameters[piece.name].detach())
-            parameters[piece.name].data = home
-        self.spans = share_out(self.layout, count, cut=cut)
-        self.shares = [
-            SharedOut(self.users, parameters, self.layout, self.weights, spans, cut, Memory(None))
-            for spans in self.spans
-        ]
 
-    def step(self, grads: list[Tensor | None]) -> None:
-        whole = {d: torch.zeros(n) for d, n in self.layout.trainable_sizes.items()}
-        for piece, grad in zip(self.layout.trainable, grads, strict=True):
-            if grad is not None:
-                piece.view(whole[piece.dtype]).copy_(grad)
-        touched = [g is not None for g in grads]
-        for share, spans in zip(self.shares, self.spans, strict=True):
-            mine = bounds(spans)
-            share.step({d: whole[d][a:b] for d, (a, b) in mine.items()}, mine, touched)
-            share.release_gradients()
+def as_saved(value: Tensor | float) -> Tensor | float:
+    """A file knows shapes, but not strides."""
+    return value.clone(memory_format=C) if isinstance(value, Tensor) else value
+
+
+@pytest.mark.parametrize("way", ["view", "checkpoint"])
+@pytest.mark.parametrize("name", MAKERS)
+def test_shares_do_what_the_whole_would(
+    name: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layout, "UNIT", 2 * BLOCK)  # more than one unit for a worker
+    alone, make = model(), MAKERS[name]
+    optimizer = make(alone)
+    with segment() as here, segment() as there:
+        hands = crew(3, model, make, here)
+        hands[0].begin()
+        for rank, hand in enumerate(hands):
+            hand.join(rank, 3, 0, fresh=True)
+        for step in range(6):
+            if step == 3:
+                old, hands = hands, crew(4, model, make, here if way == "view" else there)
+                take_over(way, old, hands, step)
+            # torch's fused SGD cannot begin with some parameters and go on with others.
+            grads = gradients(alone, step, all=name == "sgd fused")
+            for parameter, grad in zip(alone.parameters(), grads, strict=True):
+                parameter.grad = None if grad is None else grad.clone()
+            with one_thread():
+                optimizer.step()
+            optimizer.param_groups[0]["lr"] *= 0.9
+            for hand in hands:
+                hand.step(grads, step)
+                hand.users.param_groups[0]["lr"] *= 0.9
+            for key, ours in alone.named_parameters():
+                for hand in hands:
+                    assert torch.equal(ours, hand.replica.parameters[key]), f"step {step}"
+        assert state_of(hands) == plain_state(optimizer, dict(alone.named_parameters()))
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_shares_do_what_the_whole_would(name: str) -> None:
-    alone = model()
-    optimizer = MAKERS[name](alone)
-    first, second = Workers(MAKERS[name], 3), Workers(MAKERS[name], 4)
-    for step in range(6):
-        # torch's fused SGD cannot begin with some parameters and go on with others.
-        grads = gradients(alone, step, all=name == "sgd fused")
-        for parameter, grad in zip(alone.parameters(), grads, strict=True):
-            parameter.grad = None if grad is None else grad.clone()
-        optimizer.step()
-        optimizer.param_groups[0]["lr"] *= 0.9
-        workers = first if step < 3 else second
-        if step == 3:  # what three workers saved, four take over
-            entries = [e for share in first.shares for e in share.entries()]
-            entries = [Entry(e.key, e.name, e.offset, _copy(e.value)) for e in entries]
-            for ours, theirs in zip(
-                second.built.parameters(), first.built.parameters(), strict=True
-            ):
-                ours.data.copy_(theirs)
-            groups_from_json(second.users, groups_to_json(first.users))
-            for share in second.shares:
-                share.load(entries)
-        workers.step(grads)
-        workers.users.param_groups[0]["lr"] *= 0.9
-        for ours, theirs in zip(alone.parameters(), workers.built.parameters(), strict=True):
-            assert torch.equal(ours, theirs), f"step {step}"
+def test_a_newcomer_with_memory_of_its_own_is_brought_up_to_date(name: str) -> None:
+    """As over gloo, where every worker holds and updates everything."""
+    make = MAKERS[name]
+    (old,), (new,) = crew(1, model, make, None), crew(1, model, make, None)
+    old.begin()
+    old.join(0, 1, 0, fresh=True)
+    new.begin()
+    new.join(0, 1, 0, fresh=True)  # it began at the beginning
+    for step in range(5):
+        if step == 3:
+            for theirs, ours in zip(lanes(old), lanes(new), strict=True):
+                ours.copy_(theirs)
+            new.join(0, 1, step)
+            new.optimizer.unpack(old.optimizer.pack())
+        grads = gradients(old.replica.model, step, all=name == "sgd fused")
+        for hand in (old, new) if step >= 3 else (old,):
+            hand.step(grads, step)
+    for ours, theirs in zip(lanes(new), lanes(old), strict=True):
+        assert torch.equal(ours, theirs)
+    assert state_of([new]) == state_of([old])
 
 
-def _copy(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
+def lanes(hand: Hand) -> list[Tensor]:
+    """What `AllReduce` sends to one who is behind."""
+    keep = hand.keep
+    return [*hand.weights.values(), *keep.slots.values(), *keep.scalars.values(), keep.exists]
 
 
 def test_how_optimizers_are_cut() -> None:
     built = nn.Linear(4, 4)
+
+    def hook(*given: object) -> None: ...
 
     def cut(optimizer: torch.optim.Optimizer) -> str:
         return how_to_cut(optimizer)[0]
@@ -138,7 +161,7 @@ def test_how_optimizers_are_cut() -> None:
     assert cut(o.Adafactor(built.parameters())) == "pieces"
     assert cut(Own(built.parameters())) == "nowhere"
     hooked = o.AdamW(built.parameters())
-    hooked.register_step_post_hook(lambda *_: None)
+    hooked.register_step_post_hook(hook)
     assert cut(hooked) == "nowhere"
     for refused in (o.LBFGS(built.parameters()), o.SparseAdam(built.parameters())):
         with pytest.raises(OptimizerRefused):
@@ -146,16 +169,37 @@ def test_how_optimizers_are_cut() -> None:
 
 
 def test_spans_tile_the_model_and_respect_the_cut() -> None:
-    layout = lay_out(parameters_of(model()))
+    laid_out = lay_out(parameters_of(model()))
     for cut in ("blocks", "pieces", "nowhere"):
         for workers in (1, 2, 3, 7):
-            owners = share_out(layout, workers, cut=cut)
+            owners = share_out(laid_out, workers, cut=cut)
             spans = [s for owner in owners for s in owner]
             covered = [(s.piece.name, s.start, s.stop) for s in spans]
-            assert sum(b - a for _, a, b in covered) == sum(p.numel for p in layout.trainable)
+            assert sum(b - a for _, a, b in covered) == sum(p.numel for p in laid_out.trainable)
             assert covered == sorted(covered, key=lambda c: c[1])
             assert cut == "blocks" or all(s.whole for s in spans)
             assert all((s.start - s.piece.start) % BLOCK == 0 for s in spans)
             if cut == "blocks" and workers == 2:
                 sizes = [sum(s.stop - s.start for s in owner) for owner in owners]
                 assert max(sizes) - min(sizes) <= 2 * BLOCK
+
+
+@pytest.mark.parametrize("cut", ["blocks", "pieces", "nowhere"])
+@pytest.mark.parametrize("size", [1, 2, 3, 100])
+def test_units_tile_what_a_worker_owns(
+    cut: str, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layout, "UNIT", size * BLOCK)
+    laid_out = lay_out(parameters_of(model()))
+    for workers in (1, 2, 3, 7):
+        found = [
+            u for s in share_out(laid_out, workers, cut=cut) for u in units(laid_out, s, cut=cut)
+        ]
+        blocks = [b for unit in found for b in range(*unit.blocks)]
+        assert blocks == list(range(laid_out.first_blocks[-1])), "each block in one unit, in order"
+        for unit in found:
+            spans = [(p, a, b) for p, a, b in laid_out.spans_of(*unit.blocks)]
+            assert spans == [(s.piece, s.start, s.stop) for s in unit.spans]
+            elements = sum(b - a for _, a, b in spans)
+            assert cut != "blocks" or elements <= (size + len(spans)) * BLOCK
+        assert cut != "nowhere" or len(found) == 1

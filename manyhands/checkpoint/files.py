@@ -4,7 +4,8 @@
     model.safetensors          weights and persistent buffers, under the names of a state_dict
     state.safetensors          buffers that a state_dict leaves out; as metadata the step, the
                                optimizer's groups and the schedule, in JSON
-    optimizer-00.safetensors   the optimizer state of the spans that rank 0 held: `key/name@offset`
+    optimizer-00.safetensors   the optimizer state of the spans that worker 0 held, as
+                               `key/name@offset`
     manifest.json              sizes and checksums of the others
 
 The first is what people load elsewhere. Optimizer state is written as it was shared out and read
@@ -41,7 +42,7 @@ def state_content(passing: Mapping[str, Tensor], state: Mapping[str, Any]) -> Co
     return Content(STATE, passing, {"state": json.dumps(state)})
 
 
-def optimizer_content(rank: int, entries: Iterable[Entry]) -> Content:
+def optimizer_content(worker: int, entries: Iterable[Entry]) -> Content:
     tensors: dict[str, Tensor] = {}
     numbers: dict[str, Number] = {}
     for key, name, offset, value in entries:
@@ -50,7 +51,7 @@ def optimizer_content(rank: int, entries: Iterable[Entry]) -> Content:
             tensors[place] = value
         else:
             numbers[place] = value
-    return Content(f"optimizer-{rank:02d}.safetensors", tensors, {"numbers": json.dumps(numbers)})
+    return Content(f"optimizer-{worker:02d}.safetensors", tensors, {"numbers": json.dumps(numbers)})
 
 
 def read_model(folder: Path) -> dict[str, Tensor]:

@@ -8,13 +8,13 @@ go of the GIL. A second save waits until the first is written, so memory stays b
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from manyhands.checkpoint.storage import FileRecord, Storage
+from manyhands.checkpoint.storage import Buffer, FileRecord, Storage
 from manyhands.checkpoint.tensors import encode
 
 
@@ -27,19 +27,22 @@ class Content:
     metadata: Mapping[str, str]
 
 
-Written = Callable[[int, dict[str, FileRecord], float], None]
+Written = Callable[[int, int, dict[str, FileRecord], float], None]
 
 
 class Saver:
-    """One per worker. `written(step, files, blocked_s)` is called from the writing thread."""
+    """One per worker. `written(step, attempt, files, blocked_s)` is called from the writing thread,
+    and so is `progress`, with every piece that has been written."""
 
-    def __init__(self, storage: Storage, written: Written) -> None:
-        self.storage, self.written = storage, written
+    def __init__(
+        self, storage: Storage, written: Written, progress: Callable[[], None] = lambda: None
+    ) -> None:
+        self.storage, self.written, self.progress = storage, written, progress
         self._copies: dict[tuple[str, str], Tensor] = {}
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
-    def save(self, step: int, contents: Sequence[Content]) -> None:
+    def save(self, step: int, attempt: int, contents: Sequence[Content]) -> None:
         started = time.perf_counter()
         self.drain()
         copied = [
@@ -48,7 +51,7 @@ class Saver:
         ]
         blocked_s = time.perf_counter() - started
         self._thread = threading.Thread(
-            target=self._write, args=(step, copied, blocked_s), name="saver"
+            target=self._write, args=(step, attempt, copied, blocked_s), name="saver", daemon=True
         )
         self._thread.start()
 
@@ -59,15 +62,21 @@ class Saver:
             self._copies[file, name] = copy
         return copy.copy_(tensor.detach())
 
-    def _write(self, step: int, contents: Sequence[Content], blocked_s: float) -> None:
+    def _write(
+        self, step: int, attempt: int, contents: Sequence[Content], blocked_s: float
+    ) -> None:
         try:
             files = {
-                c.name: self.storage.put(step, c.name, encode(c.tensors, c.metadata))
-                for c in contents
+                c.name: self.storage.put(step, attempt, c.name, self._watched(c)) for c in contents
             }
-            self.written(step, files, blocked_s)
+            self.written(step, attempt, files, blocked_s)
         except BaseException as error:
             self._error = error
+
+    def _watched(self, content: Content) -> Iterator[Buffer]:
+        for chunk in encode(content.tensors, content.metadata):
+            yield chunk
+            self.progress()
 
     def check(self) -> None:
         """Raise what the writing thread ran into, if anything."""

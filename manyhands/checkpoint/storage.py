@@ -32,6 +32,8 @@ class Manifest(msgspec.Struct, frozen=True):
 
     step: int
     files: dict[str, FileRecord]
+    attempt: int = 0
+    """Which of several tries to save this step succeeded: the generation that wrote it."""
     format: int = 1
 
     @property
@@ -42,8 +44,11 @@ class Manifest(msgspec.Struct, frozen=True):
 class Storage(Protocol):
     """`put` may be called by many workers at once; `commit`, `steps` and `delete` by the driver."""
 
-    def put(self, step: int, name: str, chunks: Iterable[Buffer]) -> FileRecord:
-        """Write one file of a step that is not committed yet; durable on return."""
+    def put(self, step: int, attempt: int, name: str, chunks: Iterable[Buffer]) -> FileRecord:
+        """Write one file of a step that is not committed yet; durable on return.
+
+        Attempts at the same step do not see each other's files.
+        """
         ...
 
     def commit(self, manifest: Manifest) -> None: ...
@@ -65,12 +70,12 @@ class Folder:
     def __init__(self, run: RunDir) -> None:
         self.run = run
 
-    def _draft(self, step: int) -> Path:
+    def _draft(self, step: int, attempt: int) -> Path:
         final = self.run.step(step)
-        return final.with_name(f".{final.name}.draft")
+        return final.with_name(f".{final.name}.{attempt}.draft")
 
-    def put(self, step: int, name: str, chunks: Iterable[Buffer]) -> FileRecord:
-        folder = self._draft(step)
+    def put(self, step: int, attempt: int, name: str, chunks: Iterable[Buffer]) -> FileRecord:
+        folder = self._draft(step, attempt)
         folder.mkdir(exist_ok=True)
         digest, size = hashlib.sha256(), 0
         with open(folder / name, "wb", buffering=0) as file:
@@ -84,11 +89,15 @@ class Folder:
         return FileRecord(size, digest.hexdigest())
 
     def commit(self, manifest: Manifest) -> None:
-        draft, final = self._draft(manifest.step), self.run.step(manifest.step)
+        draft = self._draft(manifest.step, manifest.attempt)
+        final = self.run.step(manifest.step)
         with open(draft / "manifest.json", "wb") as file:
             file.write(msgspec.json.format(msgspec.json.encode(manifest)))
             file.flush()
             os.fsync(file.fileno())
+        for path in draft.iterdir():  # what somebody wrote who did not live to tell
+            if path.name not in manifest.files and path.name != "manifest.json":
+                path.unlink()
         sync_folder(draft)
         if final.exists():  # the same step again, after a resume from an earlier one
             shutil.rmtree(final)

@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from manyhands.cli import live
 from manyhands.errors import ManyhandsError, RunFailed
 from manyhands.rundir import RunDir, new_run_path, open_run, runs_under
 from manyhands.task import user_traceback
@@ -37,7 +38,12 @@ TaskFile = Annotated[
 ]
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder.")]
 Workers = Annotated[
-    int | None, typer.Option(help="How many workers. Left out: cores, or fewer if less to do.")
+    str | None,
+    typer.Option(
+        metavar="N or MIN:MAX",
+        help="How many workers; 2:8 grows and shrinks with what is there. "
+        "Left out: cores, or fewer if less to do.",
+    ),
 ]
 Set = Annotated[
     list[str] | None,
@@ -49,6 +55,9 @@ Engine = Annotated[
     str, typer.Option(help='"local" processes, or "inline": one worker in this process.')
 ]
 Step = Annotated[int | None, typer.Option(help="A saved step; left out, the newest good one.")]
+
+
+live.register(app)
 
 
 @app.callback(invoke_without_command=True)
@@ -112,15 +121,30 @@ def demo(
     workers: Annotated[int, typer.Option(help="How many workers.")] = 2,
     quiet: QuietFlag = False,
 ) -> None:
-    """The whole story on bundled data: handwritten digits, two workers, an evaluated model."""
+    """The whole story on bundled data: digits are learnt, and a worker is killed on the way."""
     file = Path(__file__).parent.parent / "zoo" / "digits.py"
     folder = to or new_run_path(Path("runs"), "demo")
     with _started_early("local", quiet) as launcher:
-        report = _run().train(file, to=folder, workers=workers, quiet=quiet, launcher=launcher)
-    _show_report(report, False, quiet)
+        run = _run()
+        from manyhands.testing.faults import FaultPlan
+
+        # kill -9, half-way; rank 1 if there is one
+        faults = FaultPlan().kill(rank=min(1, workers - 1), at_step=110, at="update")
+        report = run.train(
+            file, to=folder, workers=workers, quiet=quiet, launcher=launcher, faults=faults
+        )
+        _show_report(report, False, quiet)
+        if not quiet:
+            print("\nThe same again, and nobody is killed:")
+        calm = folder.with_name(f"{folder.name}-calm")
+        again = run.train(file, to=calm, workers=workers, quiet=True, launcher=launcher)
     if not quiet:
-        print(f"\nThe same bits on any number of workers: manyhands train {file}")
-        print(f"Look again:                              manyhands status {report.run}")
+        same = "the same bits" if again.fingerprint == report.fingerprint else "DIFFERENT"
+        print(f"fingerprint  {again.fingerprint}  {same}")
+        print(f"\nNothing lost, nothing twice:  manyhands ledger {report.run} --check")
+        print(f"Look again:                   manyhands status {report.run}")
+    if again.fingerprint != report.fingerprint or report.recoveries != 1:
+        raise RunFailed("the demo's two runs differ; please report this.")
 
 
 @app.command()
@@ -167,10 +191,11 @@ def status(folder: RunFolder, json: JsonFlag = False) -> None:
     shown["saved"] = ", ".join(str(s) for s in found["saved"]) or "nothing yet"
     _show_pairs(shown, False)
     if workers:
-        table = Table("rank", "pid", "host", "step", "samples/s", box=None, pad_edge=False)
+        columns = ("rank", "worker", "pid", "host", "step", "micro-batches", "samples/s")
+        table = Table(*columns, box=None, pad_edge=False)
         for w in workers:
-            speed = f"{w['samples_per_s']:.1f}"
-            table.add_row(str(w["rank"]), str(w["pid"]), w["host"], str(w["step"]), speed)
+            numbers = (w["rank"], w["worker"], w["pid"], w["host"], w["step"], w["micro_batches"])
+            table.add_row(*(str(n) for n in numbers), f"{w['samples_per_s']:.1f}")
         Console().print(table)
     if "verdict" in found:
         print(f"\n{found['verdict']}")

@@ -38,11 +38,13 @@ class Feed:
     def micro_batches(self, step: Cut, indices: Iterable[int]) -> Iterator[MicroBatch]:
         """These micro-batches of a step, fetched one at a time as they are asked for."""
         for index in indices:
-            ids = self._records_at(step.epoch, step.positions(index))
+            positions = step.positions(index)
+            ids = self._records_at(step.epoch, positions)
             if self.records.draws_randomness:
                 self.seeder(self.seed, step.step, index, "data")
             batch = self.records.batch(ids)
-            yield MicroBatch(step.step, index, len(ids), step.share(index), batch)
+            share = step.share(index)
+            yield MicroBatch(step.step, index, len(ids), share, positions.start, batch)
 
     def ids(self, step: Cut, index: int) -> Sequence[int]:
         """Which records micro-batch `index` of a step holds, in the user's numbering."""

@@ -72,7 +72,7 @@ def die_with_parent() -> None:
 
 class Agent:
     def __init__(self, channel: socket.socket, entry: Callable[[bytes], int]) -> None:
-        self.channel, self.entry = channel, entry
+        self.channel, self.entry, self.pid = channel, entry, os.getpid()
         self.selector = selectors.DefaultSelector()
         self.selector.register(channel, selectors.EVENT_READ)
         self.pids: dict[int, int] = {}
@@ -135,6 +135,8 @@ class Agent:
         code = 1
         try:
             die_with_parent()
+            if os.getppid() != self.pid:  # it died before that was said
+                os._exit(code)
             gc.enable()
             os.setpgid(0, 0)
             self.selector.close()

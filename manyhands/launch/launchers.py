@@ -32,7 +32,7 @@ Sign = Started | Exit
 WORKER = "manyhands.worker:main"
 """A worker's main, by name: this module knows no story."""
 
-RESERVED_BYTES = 1 << 42
+RESERVED_BYTES = 1 << 46
 """The (sparse) size of a shared segment; only pages that are written to take memory."""
 
 
@@ -55,6 +55,8 @@ class Launcher(Protocol):
     """When it was constructed: the first thing that a command does."""
     used: bool
     """Whether it has started a worker before."""
+    replaceable: bool
+    """Whether a worker can be killed, and another started in its place."""
 
     def inventory(self) -> Machine: ...
 
@@ -65,6 +67,10 @@ class Launcher(Protocol):
         ...
 
     def fileno(self) -> int: ...
+
+    def kill(self, worker: int) -> None:
+        """End one worker, however stuck it is; `poll` tells when it has been seen dead."""
+        ...
 
     def stop(self) -> None:
         """End every worker and see it gone; the memory is blank again. May be called twice."""
@@ -83,21 +89,26 @@ class Local:
     """
 
     most_workers: int | None = None
+    replaceable = True
 
     def __init__(self, entry: str, fds: tuple[int, int]) -> None:
-        self.fds = fds
-        self.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.agent = subprocess.Popen(
-            [sys.executable, "-m", "manyhands.launch.agent", str(theirs.fileno()), entry],
-            pass_fds=(theirs.fileno(), *fds),
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is for the driver, which then asks workers to stop
-            env=agent_environment(),
-        )
-        theirs.close()
+        self.entry, self.fds = entry, fds
+        self.channel, self.agent = self._start_agent()
         self.alive: dict[int, int] = {}
         self.used = False
         self.born = time.time()
+
+    def _start_agent(self) -> tuple[socket.socket, "subprocess.Popen[bytes]"]:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            agent = subprocess.Popen(
+                [sys.executable, "-m", "manyhands.launch.agent", str(theirs.fileno()), self.entry],
+                pass_fds=(theirs.fileno(), *self.fds),
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is for the driver, which then asks workers to stop
+                env=agent_environment(),
+            )
+        return ours, agent
 
     def inventory(self) -> Machine:
         return machine()
@@ -125,18 +136,28 @@ class Local:
         return signs
 
     def _agent_gone(self) -> list[Sign]:
-        """Its workers have died with it."""
+        """Its workers have died with it; the memory has not. Another agent takes its place."""
+        self.agent.wait()
         gone: list[Sign] = [Exit(worker, pid, -9) for worker, pid in self.alive.items()]
+        for pid in self.alive.values():
+            _see_dead(pid)
         self.alive.clear()
+        if self.used:
+            channel, self.agent = self._start_agent()
+            os.dup2(channel.fileno(), self.channel.fileno())  # whoever polls it knows the number
+            channel.close()
         return gone
 
     def fileno(self) -> int:
         return self.channel.fileno()
 
+    def kill(self, worker: int) -> None:
+        with suppress(OSError):
+            self.channel.send(encode(Kill(worker)))
+
     def stop(self) -> None:
         for worker in list(self.alive):
-            with suppress(OSError):
-                self.channel.send(encode(Kill(worker)))
+            self.kill(worker)
         deadline = time.monotonic() + 5
         while self.alive and time.monotonic() < deadline and self.agent.poll() is None:
             self.poll()
@@ -163,6 +184,7 @@ class Inline:
     """One worker, in a thread of this process: for debuggers and for places without fork."""
 
     most_workers: int | None = 1
+    replaceable = False
 
     def __init__(self, entry: str, fds: tuple[int, int]) -> None:
         module, _, function = entry.partition(":")
@@ -208,6 +230,9 @@ class Inline:
     def fileno(self) -> int:
         return self._event
 
+    def kill(self, worker: int) -> None:
+        """A thread cannot be killed; nobody asks, because it is not replaceable."""
+
     def stop(self) -> None:
         if self._thread is not None:
             self._thread.join(5)
@@ -234,6 +259,19 @@ def open_launcher(engine: str) -> Launcher:
     if engine not in ENGINES:
         raise RequestError(f"there is no engine '{engine}'; use {' or '.join(ENGINES)}.")
     return ENGINES[engine](WORKER, create_segments())
+
+
+def _see_dead(pid: int) -> None:
+    """Wait until a process that was killed runs no more (it need not have been reaped)."""
+    deadline = time.monotonic() + 5
+    while pid and time.monotonic() < deadline:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (OSError, IndexError):
+            return
+        if state in "ZX":
+            return
+        time.sleep(0.002)
 
 
 def _blank(fds: tuple[int, int]) -> None:

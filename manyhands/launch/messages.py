@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """What supervisor and workers say to each other. Plain typed data; every message has a generation.
 
-A worker speaks: Hello → (View) → Beat*, Part*, Scored*, Written* → Left | Trouble. Its line stamps
-the generation of its view on everything it sends; what belongs to another one is dropped.
-The supervisor answers with View once, Reply to each round of Parts, and Commands at any time.
+A worker speaks: Hello → (View) → Begun → Beat*, Part*, Scored*, Written* → Ready → (View) ... and
+at the end Left, or Trouble. Its line stamps the generation of its view on everything it sends.
+
+The supervisor answers with Views, a Reply to each round of Parts, and two ways to make a new view
+possible: Halt (leave the loop after the next step that all agree on: nothing is computed in vain)
+and Break (stop waiting for somebody who is gone).
 """
+
+from typing import Any
 
 import msgspec
 
@@ -26,9 +31,39 @@ class Member(msgspec.Struct, frozen=True):
 
 
 class Hello(Message, frozen=True):
+    """Everything is built; what it looks like is for the others to compare."""
+
     worker: int
     pid: int
     host: str
+    built: bytes
+
+
+class Begun(Message, frozen=True):
+    """From the leader: the view is in force, after this many steps."""
+
+    step: int
+    groups: list[dict[str, Any]]
+    """The optimizer's hyper-parameters, as far as they are plain."""
+
+
+class Ready(Message, frozen=True):
+    """Out of the loop, between steps or because others are gone; a new view can begin."""
+
+    worker: int
+    step: int
+    broken: bool
+    """It could not go on by itself."""
+    held: bool = False
+    """It has seen the state whole: there is something to go on from."""
+    differs: tuple[int, int] | None = None
+    """Workers do not agree on this micro-batch (step, index)."""
+
+
+class Leaving(Message, frozen=True):
+    """This worker was told to go (SIGTERM) and asks to hand over."""
+
+    worker: int
 
 
 class StepRecord(msgspec.Struct, frozen=True):
@@ -50,8 +85,18 @@ class Beat(Message, frozen=True):
     samples_per_s: float
     steps: list[StepRecord] = []
     """From the leader: steps since its last beat that are to be logged."""
+    losses: list[tuple[int, float]] = []
+    """From the leader: of every step since its last beat."""
     loss: float | None = None
     records: int = 0
+    progress: int = 0
+    """Grows with everything this worker gets done."""
+    waiting: bool = False
+    """For others; then it is not its own fault that nothing is done."""
+    micro_batch_s: float = 0.0
+    """How long a micro-batch took lately; 0: not known yet."""
+    seasoned: bool = False
+    """It has been through a step: what takes long now is not the first time."""
 
 
 class Part(Message, frozen=True):
@@ -78,8 +123,11 @@ class SavedFile(msgspec.Struct, frozen=True):
 
 
 class Written(Message, frozen=True):
+    """This worker has written its files of a step. `attempt`: the generation that saved it."""
+
     worker: int
     step: int
+    attempt: int
     files: list[SavedFile]
     blocked_s: float
 
@@ -97,10 +145,21 @@ class Trouble(Message, frozen=True):
     """The user's frames, innermost first."""
     request: bool
     """The request was wrong (exit code 2), not the run."""
-    symptom: bool
-    """Only noticed that others are gone."""
+    ours: bool = False
+    """Raised by manyhands itself, which would raise it again."""
+    symptom: bool = False
+    """Another worker reports the cause."""
     micro_batch: int | None = None
     records: list[int] = []
+
+
+class Testimony(Message, frozen=True):
+    """In an audit: what this worker computed for a micro-batch, twice."""
+
+    worker: int
+    step: int
+    micro_batch: int
+    digests: list[int]
 
 
 class Notice(Message, frozen=True):
@@ -121,17 +180,42 @@ class Left(Message, frozen=True):
 
 # ---- from the supervisor
 
+Settings = dict[str, Any]
+"""As `manyhands set` takes them: lr=3e-4, train.clip_norm=1, log.every_steps=5."""
+
 
 class View(Message, frozen=True):
-    """Who is in, and since which step. The deal of micro-batches follows from the speeds."""
+    """Who is in. The deal of micro-batches follows from the speeds. Who is not named leaves."""
 
     members: list[Member]
     speeds: list[float]
-    first_step: int
     because: str
+    fresh: bool = False
+    """Begin from the task or a checkpoint; otherwise go on from what members hold."""
+    restore: int | None = None
+    """With `fresh`: the checkpoint's step."""
+    built: list[bytes] = []
+    """What each member built, by rank."""
+    halts: int = 0
+    """How many Halts were sent before it."""
+    settings: Settings = {}
+    """All changes so far that are no state of the optimizer."""
+    changes: Settings = {}
+    """New ones: wait for Reply `go-GENERATION` before the first step."""
+    scored: int = -1
+    """The last step that was scored."""
+    enough: str | None = None
+    """What those scores were a reason for: to stop early."""
+    saved: int = -1
+    """The last step that is on disk."""
+    stop: bool = False
+    """Save and end."""
+    audit: int | None = None
+    """First testify: everyone computes this micro-batch of the next step twice, and waits for
+    Reply `judged-GENERATION`."""
 
-    def rank_of(self, worker: int) -> int:
-        return next(m.rank for m in self.members if m.worker == worker)
+    def rank_of(self, worker: int) -> int | None:
+        return next((m.rank for m in self.members if m.worker == worker), None)
 
 
 class Reply(Message, frozen=True):
@@ -143,14 +227,31 @@ class Reply(Message, frozen=True):
     """After scores: the reason to stop early."""
 
 
-class Stop(Message, frozen=True):
-    """Command `number`: end after the next step that all agree on, and save it."""
+class Halt(Message, frozen=True):
+    """Command `number`: leave the loop after the next step that all agree on."""
 
     number: int
 
 
-FromWorker = Hello | Beat | Part | Scored | Written | Trouble | Notice | Left
-FromSupervisor = View | Reply | Stop
+class Break(Message, frozen=True):
+    """Members of view `generation` are gone: stop waiting, at once."""
+
+
+FromWorker = (
+    Hello
+    | Begun
+    | Ready
+    | Leaving
+    | Beat
+    | Part
+    | Scored
+    | Written
+    | Trouble
+    | Testimony
+    | Notice
+    | Left
+)
+FromSupervisor = View | Reply | Halt | Break
 
 encode = msgspec.msgpack.Encoder().encode
 decode_from_worker = msgspec.msgpack.Decoder(FromWorker).decode

@@ -3,6 +3,9 @@
 
 import math
 import time
+from collections import deque
+from collections.abc import Callable
+from statistics import median
 
 from manyhands.launch.messages import Beat, StepRecord
 
@@ -17,8 +20,22 @@ class Pulse:
         """Those that this worker itself computed."""
         self.current: tuple[int, int] | None = None
         """The step and micro-batch in work."""
+        self.progress = 0
+        self.waiting = True
+        self._times: deque[float] = deque(maxlen=15)
         self._log: list[StepRecord] = []
+        self._losses: list[tuple[int, float]] = []
         self._last = (time.monotonic(), 0)
+
+    def did(self, seconds: float, records: int) -> None:
+        """A micro-batch was computed."""
+        self.computed += records
+        self.progress += 1
+        self._times.append(seconds)
+
+    def forget_times(self) -> None:
+        """The deal has changed, and with it how workers get in each other's way."""
+        self._times.clear()
 
     def stepped(
         self,
@@ -32,6 +49,9 @@ class Pulse:
         self.current = None
         self.step, self.loss = step, loss
         self.records += records
+        self.progress += 1
+        if self.leads:
+            self._losses.append((step, loss))
         if self.leads and (step % self.log_every == 0 or step == 1):
             self._log.append(StepRecord(step, epoch, loss, lr, self.records, numbers))
 
@@ -39,11 +59,31 @@ class Pulse:
         now, (then, before) = time.monotonic(), self._last
         self._last = (now, self.computed)
         log, self._log = self._log, []
+        losses, self._losses = self._losses, []
+        times = list(self._times)
         return Beat(
             worker=self.worker,
             step=self.step,
             samples_per_s=(self.computed - before) / max(now - then, 1e-9),
             steps=log,
+            losses=losses,
             loss=self.loss if self.leads and self.records else None,
             records=self.records,
+            progress=self.progress,
+            waiting=self.waiting,
+            micro_batch_s=median(times) if len(times) >= 3 else 0.0,
+            seasoned=self.records > 0,
         )
+
+
+class Waiting:
+    """A worker's patience: entered while it waits for others, so that nobody blames it."""
+
+    def __init__(self, pulse: Pulse, broken: Callable[[], bool]) -> None:
+        self.pulse, self.broken = pulse, broken
+
+    def __enter__(self) -> None:
+        self.pulse.waiting = True
+
+    def __exit__(self, *error: object) -> None:
+        self.pulse.waiting = False

@@ -23,10 +23,11 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from manyhands.errors import Broken
 from manyhands.launch.messages import (
+    Break,
     FromSupervisor,
     FromWorker,
+    Halt,
     Reply,
-    Stop,
     View,
     decode_from_supervisor,
     decode_from_worker,
@@ -111,9 +112,10 @@ class Line:
         self.views: queue.SimpleQueue[View] = queue.SimpleQueue()
         self.replies: dict[str, Reply] = {}
         self.arrived = threading.Condition()
-        self.commands: list[Stop] = []
-        self.broken = threading.Event()
         self.generation = 0
+        """Of the view that the training thread is in."""
+        self._halts = 0
+        self._broken = 0
         self._wake = os.eventfd(0)
         self._thread = threading.Thread(target=self._run, name="line", daemon=True)
         self._thread.start()
@@ -122,18 +124,30 @@ class Line:
         self.outgoing.put(self._stamped(message))
         os.eventfd_write(self._wake, 1)
 
+    def next_view(self) -> View:
+        """Wait for a place in the next view."""
+        view = self.views.get()
+        self.generation, self._halts = view.generation, max(self._halts, view.halts)
+        with self.arrived:
+            self.replies.clear()  # those of earlier views
+        return view
+
     def reply(self, round: str) -> Reply:
         """Wait for the supervisor's reply to a round."""
         with self.arrived:
             while round not in self.replies:
-                if self.broken.is_set():
+                if self.broken():
                     raise Broken(f"waiting for '{round}' was broken off")
                 self.arrived.wait(0.1)
             return self.replies.pop(round)
 
     def heard(self) -> int:
-        """The number of the last command that arrived here."""
-        return self.commands[-1].number if self.commands else 0
+        """The number of the last Halt that arrived here."""
+        return self._halts
+
+    def broken(self) -> bool:
+        """Whether members of the current view are gone."""
+        return self._broken >= self.generation > 0
 
     def close(self) -> None:
         """Send what is still waiting, then hang up."""
@@ -186,14 +200,17 @@ class Line:
                 )
                 match message:
                     case View():
-                        self.generation = message.generation
                         self.views.put(message)
                     case Reply():
                         with self.arrived:
                             self.replies[message.round] = message
                             self.arrived.notify_all()
-                    case Stop():
-                        self.commands.append(message)
+                    case Halt(number=number):
+                        self._halts = max(self._halts, number)
+                    case Break(generation=generation):
+                        self._broken = max(self._broken, generation)
+                        with self.arrived:
+                            self.arrived.notify_all()
 
 
 def _identity(worker: int) -> bytes:

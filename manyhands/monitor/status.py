@@ -20,7 +20,7 @@ def status(run: RunDir) -> dict[str, Any]:
     except (OSError, msgspec.MsgspecError):
         found = {"state": "starting", "step": 0, "total_steps": 0, "workers": []}
     found["run"] = str(run.root)
-    if found["state"] == "running":
+    if found["state"] in ("running", "paused"):
         here = found["host"] == platform.node()
         if here and not Path(f"/proc/{found['pid']}").exists():
             found["state"] = "died"

@@ -11,7 +11,19 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from manyhands.events import AnyEvent, Evaluated, Saved, Viewed, Warned, numbers_of
+from manyhands.events import (
+    AnyEvent,
+    Audited,
+    Changed,
+    Evaluated,
+    Lost,
+    Recovered,
+    Saved,
+    Scaled,
+    Viewed,
+    Warned,
+    numbers_of,
+)
 from manyhands.report import Report
 
 
@@ -129,7 +141,9 @@ def describe(event: AnyEvent) -> str | None:
     match event:
         case Viewed():
             hands = ", ".join(f"rank {r} is process {pid}" for r, pid in event.members.items())
-            return f"workers: {hands}"
+            return (
+                f"view {event.generation}, from step {event.first_step} ({event.because}): {hands}"
+            )
         case Evaluated():
             return f"step {event.step}: held-out {scores_text(numbers_of(event.scores))}"
         case Saved():
@@ -137,6 +151,22 @@ def describe(event: AnyEvent) -> str | None:
             return f"step {event.step}: saved ({size}, training stood {event.blocked_s:.3f} s)"
         case Warned():
             return f"warning: {event.text}"
+        case Lost():
+            return (
+                f"step {event.step}: rank {event.rank} (process {event.pid}) is lost: "
+                f"{event.what}; {event.noticed_by}"
+            )
+        case Recovered():
+            hands = f"{event.workers} worker" + "s" * (event.workers != 1)
+            again = f", {event.recomputed} micro-batches computed again" * bool(event.recomputed)
+            return f"step {event.step}: going on with {hands} after {event.seconds:.2f} s{again}"
+        case Audited():
+            return f"step {event.step}: audit of micro-batch {event.micro_batch}: {event.text}"
+        case Scaled():
+            return f"step {event.step}: from {event.before} to {event.workers} workers, as asked"
+        case Changed():
+            said = ", ".join(f"{name} = {value}" for name, value in event.settings.items())
+            return f"step {event.step}: from here on {said}"
         case _:
             return None
 

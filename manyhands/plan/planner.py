@@ -44,7 +44,7 @@ def plan(
     train: TrainConfig,
     machine: Machine,
     *,
-    workers: int | None,
+    workers: int | tuple[int, int] | None,
     records: int,
     most_workers: int | None = None,
 ) -> Plan:
@@ -60,9 +60,15 @@ def plan(
 
 
 def _workers(
-    train: TrainConfig, machine: Machine, asked: int | None, startable: int | None
+    train: TrainConfig,
+    machine: Machine,
+    wish: int | tuple[int, int] | None,
+    startable: int | None,
 ) -> Choice:
     most = train.micro_batches
+    if isinstance(wish, tuple):
+        return _between(train, machine, *wish)
+    asked = wish
     if startable is not None:
         if asked is not None and asked > startable:
             raise ConfigError(f"this engine runs {startable} worker; use --workers {startable}.")
@@ -88,6 +94,33 @@ def _workers(
             f"nothing to do. Use --workers {most}, or set {cure}."
         )
     return Choice(asked, "as asked")
+
+
+def _between(train: TrainConfig, machine: Machine, least: int, most: int) -> Choice:
+    """As many as there is room for, to begin with."""
+    if least > train.micro_batches:
+        raise ConfigError(
+            f"at least {least} workers, but a step has only {train.micro_batches} micro-batches."
+        )
+    cores = max(1, machine.cores // train.threads)
+    found = max(least, min(most, cores, train.micro_batches))
+    return Choice(found, f"between {least} and {most}, with {cores} usable cores")
+
+
+def read_workers(text: int | str | None) -> int | tuple[int, int] | None:
+    """ "4", or "2:8" for at least two and at most eight."""
+    if text is None or isinstance(text, int):
+        return text
+    least, colon, most = text.partition(":")
+    try:
+        low, high = int(least), int(most) if colon else int(least)
+    except ValueError:
+        raise ConfigError(f"--workers {text}: write a number, or a range as in 2:8.") from None
+    if low < 1:
+        raise ConfigError(f"--workers must be at least 1, got {text}.")
+    if high < low:
+        raise ConfigError(f"--workers {text}: write the smaller number first.")
+    return (low, high) if colon else low
 
 
 def _collective(train: TrainConfig) -> Choice:

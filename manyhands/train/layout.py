@@ -14,7 +14,8 @@ optimizer's kernel over it, give the same bits whichever worker owns it.
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import cached_property
+from itertools import accumulate, pairwise
 from math import prod
 
 import torch
@@ -25,6 +26,10 @@ from manyhands.errors import TaskError
 
 BLOCK = 16384
 """Elements. A multiple of 16 (vector kernels round differently in their scalar tails)."""
+
+UNIT = 32 * BLOCK
+"""Elements that are updated in one go: small enough for what is copied aside to stay in a cache,
+large enough for the calls not to cost more than the work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +57,7 @@ class Piece:
         return lane.as_strided(self.shape, self.stride, lane.storage_offset() + self.start)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Layout:
     pieces: tuple[Piece, ...]
     sizes: dict[torch.dtype, int]
@@ -60,11 +65,27 @@ class Layout:
     trainable_sizes: dict[torch.dtype, int]
     """Elements of each lane up to the end of its last trainable piece."""
 
-    @property
+    @cached_property
     def trainable(self) -> tuple[Piece, ...]:
         return tuple(p for p in self.pieces if p.trainable)
 
-    @property
+    @cached_property
+    def first_blocks(self) -> tuple[int, ...]:
+        """Blocks are numbered through all trainable pieces: the number of each piece's first."""
+        counts = [-(-p.numel // BLOCK) for p in self.trainable]
+        return tuple(accumulate(counts, initial=0))
+
+    def spans_of(self, first: int, stop: int) -> list[tuple[Piece, int, int]]:
+        """The blocks [first, stop), as (piece, start, stop) in its lane."""
+        found: list[tuple[Piece, int, int]] = []
+        for piece, (a, b) in zip(self.trainable, pairwise(self.first_blocks), strict=True):
+            low, high = max(a, first), min(b, stop)
+            if low < high:
+                end = min(piece.stop, piece.start + (high - a) * BLOCK)
+                found.append((piece, piece.start + (low - a) * BLOCK, end))
+        return found
+
+    @cached_property
     def digest(self) -> str:
         return hashlib.sha256(repr(self.pieces).encode()).hexdigest()
 
@@ -87,6 +108,19 @@ class Span:
     def offset(self) -> int:
         """Where it begins in its own tensor's memory."""
         return self.start - self.piece.start
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Neighbouring spans that are updated together: wholly, or (after a crash) not at all."""
+
+    spans: tuple[Span, ...]
+    blocks: tuple[int, int]
+    """[first, stop) in the numbering of `Layout.first_blocks`."""
+
+    @cached_property
+    def bounds(self) -> dict[torch.dtype, tuple[int, int]]:
+        return bounds(self.spans)
 
 
 def lay_out(named: Sequence[tuple[str, Tensor, bool]]) -> Layout:
@@ -154,6 +188,38 @@ def share_out(layout: Layout, workers: int, *, cut: str) -> list[list[Span]]:
             spans.append(unit)
         done += unit.stop - unit.start
     return owners
+
+
+def units(layout: Layout, spans: Sequence[Span], *, cut: str) -> list[Unit]:
+    """A worker's spans in units of about equal size, none larger than UNIT where it can be cut."""
+    total = sum(s.stop - s.start for s in spans)
+    count = 1 if cut == "nowhere" else max(1, -(-total // UNIT))
+    size = -(-total // (count * BLOCK)) * BLOCK
+    found: list[list[Span]] = []
+    room = 0
+    for span in spans:
+        start = span.start
+        while start < span.stop:
+            if room <= 0:
+                found.append([])
+                room = size if cut != "nowhere" else total
+            stop = (
+                min(span.stop, start + -(-room // BLOCK) * BLOCK) if cut == "blocks" else span.stop
+            )
+            found[-1].append(Span(span.piece, span.index, start, stop))
+            room -= stop - start
+            start = stop
+    return [Unit(tuple(u), _block_range(layout, u)) for u in found]
+
+
+def _block_range(layout: Layout, spans: Sequence[Span]) -> tuple[int, int]:
+    return block_of(layout, spans[0]), block_of(layout, spans[-1], last=True) + 1
+
+
+def block_of(layout: Layout, span: Span, *, last: bool = False) -> int:
+    """The number of a span's first (or last) block."""
+    element = span.stop - 1 - span.piece.start if last else span.offset
+    return layout.first_blocks[span.index] + element // BLOCK
 
 
 def bounds(spans: Sequence[Span]) -> dict[torch.dtype, tuple[int, int]]:

@@ -34,17 +34,6 @@ def train(
         micro_batches = feed.micro_batches(cut, sync.indices(cut))
         facts = sync.backward(cut, micro_batches, loss)
         sync.step()
-        replica.advance_schedule()
-        replica.step += 1
+        replica.advance()
         if any([hook(replica, facts) for hook in hooks]):  # a list: every hook is called
             return
-
-
-class Every:
-    """A hook that acts after every `steps` steps."""
-
-    def __init__(self, steps: int, hook: Hook) -> None:
-        self.steps, self.hook = steps, hook
-
-    def __call__(self, replica: Replica, facts: StepFacts) -> bool | None:
-        return self.hook(replica, facts) if replica.step % self.steps == 0 else None

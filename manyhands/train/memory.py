@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where flat vectors live: memory shared by the workers of a host, or a worker's own.
+"""Memory that workers of a host share, or that one worker has to itself.
 
-Shared memory is one memfd that the host's agent holds, so it outlives every worker and leaks
-nothing into /dev/shm. Regions are taken in the same order with the same sizes by every worker, so
-they all compute the same offsets and no one has to tell anyone. Pages that nobody writes to do not
-exist: reserving generously costs nothing.
+Workers call for the same things in the same order, so the n-th call gets the same place in each of
+them, also in one that is started later. Nothing asked for may depend on how many workers there
+are: room is made for the most there can be. That costs nothing, because the segment is sparse and
+only pages that are written to take memory.
 """
 
 import mmap
@@ -29,18 +29,43 @@ class Memory:
         return self.fd is not None
 
     def tensor(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        nbytes = prod(shape) * dtype.itemsize
-        if nbytes == 0:
-            return torch.zeros(shape, dtype=dtype)
-        return torch.frombuffer(self._region(nbytes), dtype=dtype, count=prod(shape)).view(shape)
+        return self.shelf(1, prod(shape) * dtype.itemsize).tensor(0, *shape, dtype=dtype)
 
     def array(self, *shape: int, dtype: type[np.generic]) -> NDArray[np.generic]:
-        region = self._region(max(1, prod(shape)) * np.dtype(dtype).itemsize)
-        return np.frombuffer(region, dtype=dtype, count=prod(shape)).reshape(shape)
+        nbytes = prod(shape) * np.dtype(dtype).itemsize
+        return self.shelf(1, nbytes).array(0, *shape, dtype=dtype)
 
-    def _region(self, nbytes: int) -> mmap.mmap:
-        length = -(-nbytes // PAGE) * PAGE
-        if self.fd is None:
-            return mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        offset, self.taken = self.taken, self.taken + length
-        return mmap.mmap(self.fd, length, flags=mmap.MAP_SHARED, offset=offset)
+    def shelf(self, count: int, nbytes: int) -> "Shelf":
+        """Room for `count` boxes of `nbytes` each; a box is mapped when it is first opened."""
+        length = -(-max(1, nbytes) // PAGE) * PAGE
+        offset, self.taken = self.taken, self.taken + count * length
+        return Shelf(self.fd, offset, count, length)
+
+
+class Shelf:
+    def __init__(self, fd: int | None, offset: int, count: int, length: int) -> None:
+        self.fd, self.offset, self.count, self.length = fd, offset, count, length
+        self._open: dict[int, mmap.mmap] = {}
+
+    def box(self, k: int) -> mmap.mmap:
+        assert 0 <= k < self.count, f"box {k} of {self.count}"
+        if k not in self._open:
+            if self.fd is None:
+                flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+                self._open[k] = mmap.mmap(-1, self.length, flags=flags)
+            else:
+                offset = self.offset + k * self.length
+                shared = mmap.MAP_SHARED
+                self._open[k] = mmap.mmap(self.fd, self.length, flags=shared, offset=offset)
+        return self._open[k]
+
+    def tensor(self, k: int, *shape: int, dtype: torch.dtype, at: int = 0) -> Tensor:
+        if prod(shape) == 0:
+            return torch.zeros(shape, dtype=dtype)
+        whole = torch.frombuffer(self.box(k), dtype=dtype, count=prod(shape), offset=at)
+        return whole.view(shape)
+
+    def array(
+        self, k: int, *shape: int, dtype: type[np.generic], at: int = 0
+    ) -> NDArray[np.generic]:
+        return np.frombuffer(self.box(k), dtype=dtype, count=prod(shape), offset=at).reshape(shape)

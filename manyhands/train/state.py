@@ -19,7 +19,7 @@ from manyhands.train.buffers import Buffers
 from manyhands.train.collective.contract import Lanes
 from manyhands.train.layout import Layout, lay_out, parameters_of
 from manyhands.train.memory import Memory
-from manyhands.train.optim import parameters_by_name
+from manyhands.train.optim import change_groups, parameters_by_name
 
 
 class Replica:
@@ -34,6 +34,8 @@ class Replica:
         self.model, self.optimizer, self.schedule = model, optimizer, schedule
         self.step = 0
         """Optimizer steps done."""
+        self.changes: Mapping[int, Mapping[str, Any]] = {}
+        """Settings that change after so many steps."""
         for name, parameter in model.named_parameters():
             if is_lazy(parameter):
                 raise TaskError(
@@ -74,10 +76,22 @@ class Replica:
         for piece in self.layout.pieces:
             self.parameters[piece.name].data = piece.view(self.weights[piece.dtype])
 
-    def advance_schedule(self) -> None:
+    def advance(self) -> None:
+        """A step has been taken."""
         if self.schedule is not None:
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # it was, elsewhere
             self.schedule.step()
+        self.step += 1
+        if self.step in self.changes:
+            self.change(self.changes[self.step])
+
+    def change(self, settings: Mapping[str, Any]) -> None:
+        """Set hyper-parameters of every group; those of other things (with a dot) are not ours."""
+        change_groups(
+            self.optimizer,
+            self.schedule,
+            {key: value for key, value in settings.items() if "." not in key},
+        )
 
     def tensors(self) -> dict[str, Tensor]:
         """Weights and persistent buffers by name, as in a state_dict, tied ones once."""

@@ -8,17 +8,15 @@ import torch
 
 from manyhands.config import TrainConfig
 from manyhands.errors import ConfigError
-from manyhands.train.collective.contract import Collective, Sizes
+from manyhands.train.collective.contract import Collective, Patience, Sizes
 from manyhands.train.collective.group import Group
-from manyhands.train.collective.shared import Shared
+from manyhands.train.collective.shared import Room, Shared
 from manyhands.train.memory import Memory
 from manyhands.train.state import Replica
-from manyhands.train.sync.allreduce import AllReduce
+from manyhands.train.sync.allreduce import AllReduce, Meet
 from manyhands.train.sync.alone import Alone
-from manyhands.train.sync.contract import Sync
+from manyhands.train.sync.contract import Auditor, Moment, Sync
 from manyhands.world import World, usable_cores
-
-MakeCollective = Callable[[Sizes], Collective]
 
 
 def choose_device(train: TrainConfig, rank: int) -> torch.device:
@@ -34,35 +32,52 @@ def choose_device(train: TrainConfig, rank: int) -> torch.device:
 def collective(
     kind: str,
     train: TrainConfig,
-    world: World,
     memory: Memory,
     *,
     device: torch.device,
     rendezvous: Path,
-    broken: Callable[[], bool],
-) -> MakeCollective:
-    """`kind` as the plan chose it; made later, when the strategy knows what it needs room for."""
+    patience: Patience,
+) -> Callable[[Sizes], Meet]:
+    """`kind` as the plan chose it: first told what to make room for, then who meets."""
 
-    def make(sizes: Sizes) -> Collective:
-        if kind == "shared":
+    def shared(sizes: Sizes) -> Meet:
+        room = Room(memory, sizes)
+
+        def meet(world: World, generation: int) -> Collective:
             # Spinning is for workers that have a core to themselves.
             spin = world.num_ranks * train.threads <= usable_cores()
-            return Shared(world, memory, sizes, spin=spin, broken=broken)
-        return Group(world, sizes, backend=kind, rendezvous=rendezvous, device=device)
+            return Shared(world, room, generation, spin=spin, patience=patience)
 
-    return make
+        return meet
+
+    def group(sizes: Sizes) -> Meet:
+        def meet(world: World, generation: int) -> Collective:
+            return Group(
+                world,
+                sizes,
+                backend=kind,
+                rendezvous=rendezvous.with_name(f"{rendezvous.name}-{generation}"),
+                device=device,
+                patience=patience,
+            )
+
+        return meet
+
+    return shared if kind == "shared" else group
 
 
 def strategy(
     train: TrainConfig,
     replica: Replica,
-    world: World,
     memory: Memory,
-    make: MakeCollective,
+    collective: Callable[[Sizes], Meet],
     *,
-    speeds: tuple[float, ...],
     heard: Callable[[], int],
+    moment: Moment,
+    auditor: Auditor,
 ) -> Sync:
     if train.sync == "alone":
         return Alone(replica, train, heard=heard)
-    return AllReduce(replica, world, memory, make, train, speeds=speeds, heard=heard)
+    return AllReduce(
+        replica, memory, collective, train, heard=heard, moment=moment, auditor=auditor
+    )

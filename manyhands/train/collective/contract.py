@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How bytes move between workers. The adding is not done here, so every way gives the same bits."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -31,6 +31,27 @@ class Sizes:
     """The largest message that is gathered."""
 
 
+FACTS, NORMS, OUTCOMES = range(3)
+"""Kinds of messages; each has a place of its own, so that one does not overwrite another."""
+
+
+class Patience(Protocol):
+    """How long a worker may wait for others. Entered while it waits, so that others can tell."""
+
+    def broken(self) -> bool:
+        """Asked from time to time by whoever waits: should it give up?"""
+        ...
+
+    def __enter__(self) -> object: ...
+    def __exit__(self, *error: object) -> object: ...
+
+
+Meanwhile = Callable[[], None]
+
+
+def nothing() -> None: ...
+
+
 class Collective(Protocol):
     """Called by every worker of a view, in the same order.
 
@@ -42,23 +63,36 @@ class Collective(Protocol):
     slots: Sequence[Lanes]
     """This worker's partial sums of gradients; written by the worker before `gather`."""
 
-    def gather(self, mine: Bytes) -> list[Bytes]:
-        """Everyone's message, by rank; all are of equal length. Valid until the call after next."""
+    def gather(
+        self, mine: Bytes, kind: int = FACTS, stamp: int = 0, meanwhile: Meanwhile = nothing
+    ) -> list[Bytes]:
+        """Everyone's message, by rank; all are of equal length.
+
+        Valid until the next call of the same kind but one. `meanwhile` is called once, while the
+        others are waited for.
+        """
         ...
 
     def exchange(self, counts: Sequence[int], owned: Sequence[Bounds]) -> list[list[Lanes]]:
         """Of every rank's first `counts[rank]` slots, the stretch that this worker owns.
 
-        What is returned may be overwritten by the caller: nobody else reads it.
+        What is returned is not to be written to: it may be needed once more.
         """
         ...
 
-    def share(self, weights: Lanes, owned: Sequence[Bounds]) -> None:
-        """Make the stretch of `weights` that each worker owns known to all of them."""
+    def share(self, lanes: Lanes, owned: Sequence[Bounds]) -> None:
+        """Make the stretch of `lanes` that each worker owns known to all of them."""
         ...
 
-    def abort(self) -> None:
-        """Wake whoever waits here; callable from another thread."""
+    def recall(self, kind: int, stamp: int) -> list[Bytes]:
+        """What was gathered last with this stamp, by whichever view, in the order of its ranks.
+
+        Only memory that outlives its workers remembers; others give nothing.
+        """
+        ...
+
+    def left_by(self, rank: int) -> Sequence[Lanes]:
+        """The partial sums that the worker of this rank wrote, in this view or the one before."""
         ...
 
     def close(self) -> None: ...

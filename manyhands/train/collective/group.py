@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Workers with memory of their own, over torch.distributed: gloo on CPUs, NCCL on GPUs.
 
-Every worker holds all weights and updates the stretch it owns. Subtree sums travel point to point
-(each worker sends every other the stretch that one owns), and so do the new weights: as many bytes
-as a ring allreduce moves. Gloo neither authenticates nor encrypts; here it listens on loopback.
+Every worker holds the whole state, so any of them can bring a newcomer up to date. Subtree sums
+travel point to point (each worker sends every other the stretch that one finishes), and so do the
+finished gradients: as many bytes as a ring allreduce moves. Gloo neither authenticates nor
+encrypts; here it listens on loopback.
 
 NCCL takes the same path with device tensors. It is written and has not been tried.
 """
@@ -18,11 +19,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 from manyhands.errors import Broken
-from manyhands.train.collective.contract import Bounds, Bytes, Lanes, Sizes, stretch
+from manyhands.train.collective.contract import (
+    FACTS,
+    Bounds,
+    Bytes,
+    Lanes,
+    Meanwhile,
+    Patience,
+    Sizes,
+    nothing,
+    stretch,
+)
 from manyhands.world import World
 
 torch_distributed: Any = dist
 """For the parts of it that its types do not tell of."""
+
+MEET_S = 10
+"""Members of a view are ready when it is issued; one that does not come by then has died."""
 
 
 class Group:
@@ -34,31 +48,41 @@ class Group:
         backend: str,
         rendezvous: Path,
         device: torch.device,
+        patience: Patience,
         timeout_s: float = 1800,
     ) -> None:
-        self.world, self.device = world, device
+        self.world, self.device, self.patience = world, device, patience
+        if dist.is_initialized():  # of the view before this one
+            dist.destroy_process_group()
         store = torch_distributed.FileStore(str(rendezvous), world.num_ranks)
         options = None
         if backend == "gloo":
             gloo = torch_distributed.ProcessGroupGloo
             options = gloo._Options()
             options._devices = [gloo.create_device(hostname="127.0.0.1")]
-        dist.init_process_group(
-            backend,
-            store=store,
-            rank=world.rank,
-            world_size=world.num_ranks,
-            timeout=timedelta(seconds=timeout_s),
-            pg_options=options,
-        )
+            options._timeout = timedelta(seconds=MEET_S)
+        with self.patience, _broken_by_peers():
+            dist.init_process_group(
+                backend,
+                store=store,
+                rank=world.rank,
+                world_size=world.num_ranks,
+                timeout=timedelta(seconds=MEET_S),
+                pg_options=options,
+            )
+        # Meeting is quick or never; from here on, steps may take their time.
+        torch_distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s))
         self.slots: Sequence[Lanes] = _Slots(sizes, device)
         self._received: dict[tuple[int, int, torch.dtype], Tensor] = {}
 
-    def gather(self, mine: Bytes) -> list[Bytes]:
+    def gather(
+        self, mine: Bytes, kind: int = FACTS, stamp: int = 0, meanwhile: Meanwhile = nothing
+    ) -> list[Bytes]:
+        meanwhile()
         sent = torch.from_numpy(mine).to(self.device)
         everyone = torch.empty(self.world.num_ranks * len(mine), dtype=torch.uint8)
         everyone = everyone.to(self.device)
-        with _broken_by_peers():
+        with self.patience, _broken_by_peers():
             dist.all_gather_single(everyone, sent)
         return [row.numpy() for row in everyone.cpu().view(self.world.num_ranks, len(mine))]
 
@@ -79,21 +103,20 @@ class Group:
         self._move(sends, receives)
         return parts
 
-    def share(self, weights: Lanes, owned: Sequence[Bounds]) -> None:
+    def share(self, lanes: Lanes, owned: Sequence[Bounds]) -> None:
         me = self.world.rank
         others = [rank for rank in range(self.world.num_ranks) if rank != me]
-        mine = stretch(weights, owned[me])
+        mine = stretch(lanes, owned[me])
         self._move(
             [(tensor, rank) for rank in others for tensor in mine.values()],
-            [
-                (tensor, rank)
-                for rank in others
-                for tensor in stretch(weights, owned[rank]).values()
-            ],
+            [(tensor, rank) for rank in others for tensor in stretch(lanes, owned[rank]).values()],
         )
 
-    def abort(self) -> None:
-        """Nothing to wake: a killed peer raises at once here, and the supervisor ends the rest."""
+    def recall(self, kind: int, stamp: int) -> list[Bytes]:
+        return []
+
+    def left_by(self, rank: int) -> Sequence[Lanes]:
+        raise NotImplementedError("what a worker writes here goes with it")
 
     def close(self) -> None:
         if dist.is_initialized():
@@ -110,7 +133,7 @@ class Group:
         operations += [dist.P2POp(dist.irecv, t, rank) for t, rank in receives if t.numel()]
         if not operations:
             return
-        with _broken_by_peers():
+        with self.patience, _broken_by_peers():
             for work in dist.batch_isend_irecv(operations):
                 work.wait()
 

@@ -3,8 +3,8 @@
 
 Each worker owns one sequence word, which only it writes and which only grows. Waiting means: until
 every word has reached a number. A waiter sleeps in the kernel (futex) on the word of one laggard,
-never longer than NAP_S, and then asks `broken` whether it should give up: a killed worker can
-delay the others by a nap, never for ever.
+never longer than NAP_S, and then asks its patience whether to give up: a killed worker can delay
+the others by a nap, never for ever.
 """
 
 import ctypes
@@ -12,12 +12,12 @@ import errno
 import os
 import platform
 import time
-from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from manyhands.errors import Broken, RequestError
+from manyhands.train.collective.contract import Patience
 
 NAP_S = 0.02
 SPIN_S = 50e-6
@@ -38,18 +38,24 @@ _NAP = _Timespec(0, int(NAP_S * 1e9))
 
 class Words:
     def __init__(
-        self, words: NDArray[np.uint32], rank: int, *, spin: bool, broken: Callable[[], bool]
+        self,
+        words: NDArray[np.uint32],
+        rank: int,
+        num_ranks: int,
+        *,
+        spin: bool,
+        patience: Patience,
     ) -> None:
         if platform.machine() not in _SYSCALL:
             raise RequestError(
                 f"shared memory between workers is not built for {platform.machine()}. "
                 "Use --set train.collective=gloo."
             )
-        self.words, self.rank, self.broken = words[::STRIDE], rank, broken
+        self.words, self.rank, self.patience = words[::STRIDE], rank, patience
         self.base = words.ctypes.data
         self.sequence = int(self.words[rank])
         self.spin_s = SPIN_S if spin else 0.0
-        self.others = [r for r in range(len(self.words)) if r != rank]
+        self.others = [r for r in range(num_ranks) if r != rank]
         self._futex = _libc.syscall
         self._number = _SYSCALL[platform.machine()]
 
@@ -71,16 +77,20 @@ class Words:
         while time.perf_counter() - started < self.spin_s:
             if self.words[rank] >= self.sequence:
                 return
-        while (seen := int(self.words[rank])) < self.sequence:
-            if self.broken():
-                raise Broken(f"waiting for rank {rank} was broken off")
-            result = self._futex(
-                self._number, self._address(rank), _FUTEX_WAIT, seen, ctypes.byref(_NAP)
-            )
-            if result != 0:
-                number = ctypes.get_errno()
-                if number not in (errno.EAGAIN, errno.ETIMEDOUT, errno.EINTR):
-                    raise OSError(number, os.strerror(number))
+        with self.patience:
+            while (seen := int(self.words[rank])) < self.sequence:
+                if self.patience.broken():
+                    raise Broken(f"waiting for rank {rank} was broken off")
+                self._sleep_on(rank, seen)
+
+    def _sleep_on(self, rank: int, seen: int) -> None:
+        result = self._futex(
+            self._number, self._address(rank), _FUTEX_WAIT, seen, ctypes.byref(_NAP)
+        )
+        if result != 0:
+            number = ctypes.get_errno()
+            if number not in (errno.EAGAIN, errno.ETIMEDOUT, errno.EINTR):
+                raise OSError(number, os.strerror(number))
 
     def _address(self, rank: int) -> ctypes.c_void_p:
         return ctypes.c_void_p(self.base + rank * STRIDE * 4)

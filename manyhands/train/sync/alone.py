@@ -17,13 +17,14 @@ from manyhands.deal import Cut, MicroBatch, Node
 from manyhands.errors import LossNotFinite, TaskError
 from manyhands.train.buffers import Row
 from manyhands.train.clip import block_norms, coefficient, torch_coefficient
-from manyhands.train.layout import BLOCK, share_out
+from manyhands.train.keep import Keep
+from manyhands.train.layout import BLOCK, share_out, units
 from manyhands.train.leaf import Leaf, LossFn, compute
 from manyhands.train.memory import Memory
-from manyhands.train.optim import SharedOut, how_to_cut, one_thread
+from manyhands.train.optim import NOTHING_KEPT, SharedOut, how_to_cut, one_thread
 from manyhands.train.state import Replica
 from manyhands.train.sync.canonical import finish
-from manyhands.train.sync.contract import CHANGING_NAMES, MIXED_WEIGHTS, StepFacts
+from manyhands.train.sync.contract import CHANGING_NAMES, MIXED_WEIGHTS, Place, StepFacts
 
 
 class Alone:
@@ -37,16 +38,17 @@ class Alone:
         self.replica, self.heard, self.micro_batches = replica, heard, train.micro_batches
         self.seed, self.precision = train.seed, train.precision
         self.clip_norm = train.clip_norm
+        self.facts: StepFacts | None = None
         how_to_cut(replica.optimizer)  # refuses what cannot be done
-        (spans,) = share_out(replica.layout, 1, cut="nowhere")
+        keep = Keep(replica.layout, replica.weights, {}, {}, {}, Memory(None), extras=True)
         self.optimizer = SharedOut(
             replica.optimizer,
             replica.parameters,
             replica.layout,
             replica.weights,
-            spans,
+            keep,
             "nowhere",
-            Memory(None),
+            NOTHING_KEPT,
         )
         self._gradients: list[dict[str, Tensor]] = []
         self._leaves: list[Leaf] = []
@@ -54,9 +56,23 @@ class Alone:
         self._outcomes: list[dict[str, Tensor]] = []
         self._shares: list[float] = []
 
-    def setup(self) -> None:
+    def regroup(self, place: Place) -> None:
+        if place.fresh is None:  # nobody died: it is the same worker, between two steps
+            return
         self.replica.publish()
         self.replica.adopt()
+        self.replica.step = place.fresh
+        (spans,) = share_out(self.replica.layout, 1, cut="nowhere")
+        everything = units(self.replica.layout, spans, cut="nowhere")
+        self.optimizer.regroup(0, everything, place.fresh)
+        if place.entries is not None:
+            self.optimizer.load(place.entries())
+
+    def note(self) -> None:
+        """There is nobody to tell."""
+
+    def testify(self, cut: Cut, index: int) -> int:
+        raise TaskError('train.sync = "alone" has no second worker to compare with.')
 
     def indices(self, cut: Cut) -> range:
         return range(len(cut.sizes))
@@ -104,7 +120,8 @@ class Alone:
         pairs = list(zip(self._leaves, scales, strict=True))
         numbers = {n: sum(x.numbers.get(n, 0.0) * w for x, w in pairs) / total for n in names}
         loss = sum(leaf.loss * w for leaf, w in pairs) / total
-        return StepFacts(loss, sum(cut.sizes), self.heard(), numbers)
+        self.facts = StepFacts(cut.step, loss, sum(cut.sizes), self.heard(), numbers)
+        return self.facts
 
     def _scales(self) -> list[float]:
         weights = [leaf.weight for leaf in self._leaves]

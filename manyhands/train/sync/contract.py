@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """How workers come to agree on one set of weights."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from manyhands.deal import Cut, MicroBatch
-from manyhands.train.leaf import LossFn
-from manyhands.train.optim import SharedOut
+from manyhands.train.leaf import Leaf, LossFn
+from manyhands.train.optim import Entry, SharedOut
+from manyhands.world import World
 
 CHANGING_NAMES = (
     "the loss returned differently named numbers for different micro-batches of a step. Return the "
@@ -20,6 +21,8 @@ MIXED_WEIGHTS = "the loss returned a weight for some micro-batches and none for 
 class StepFacts:
     """What all workers know about a step once its gradients are in place; equal on all of them."""
 
+    step: int
+    """Of steps, how many were done before this one."""
     loss: float
     records: int
     agreed: int
@@ -27,18 +30,58 @@ class StepFacts:
     numbers: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
-class Sync(Protocol):
-    """The loop calls `backward` and `step` once per optimizer step, in that order, on every worker.
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A worker's place in a view, as its strategy needs to know it."""
 
-    `setup` comes first, once. When `step` returns, this worker may read the new weights; whether
-    the others are at the same step is the strategy's promise, and its docstring says which.
+    world: World
+    generation: int
+    speeds: tuple[float, ...]
+    fresh: int | None = None
+    """Begin after this many steps, with what the replica holds; None: go on where others were."""
+    entries: Callable[[], Iterable[Entry]] | None = None
+    """With `fresh`: the optimizer's state, from a checkpoint."""
+
+
+class Auditor(Protocol):
+    """Who has a micro-batch of a step computed twice, by two workers, before the step is taken."""
+
+    def index(self, cut: Cut) -> int | None:
+        """Which one; None: none of this step."""
+        ...
+
+    def again(self, cut: Cut, index: int) -> Leaf:
+        """Compute it here; its gradients are left in the parameters."""
+        ...
+
+
+Moment = Callable[[str], None]
+"""Told when a step comes to a "leaf", the "gather", the "update" or the "share": where faults
+strike."""
+
+
+class Sync(Protocol):
+    """How workers come to agree. The loop calls `backward` and `step` once per optimizer step, in
+    that order, on every worker.
+
+    `regroup` comes first, and again whenever the members change: between steps, or after `Broken`
+    was raised out of any other call. When `step` returns, this worker may read the new weights;
+    whether the others are at the same step is the strategy's promise, and its docstring says which.
     """
 
     optimizer: SharedOut
-    """This worker's part of the optimizer: what it must save, and load before `setup`."""
+    """This worker's part of the optimizer: what it must save."""
+    clip_norm: float | None
+    facts: StepFacts | None
+    """Of the last step whose gradients were in place."""
 
-    def setup(self) -> None:
-        """Start from what the replica's model holds; on return all have the same weights."""
+    def regroup(self, place: Place) -> None:
+        """Take a new place. On return all have the same weights, and `replica.step` says after how
+        many steps; a step that was being taken when somebody died has been finished."""
+        ...
+
+    def note(self) -> None:
+        """Groups or schedule were changed between steps, on every worker."""
         ...
 
     def indices(self, cut: Cut) -> range:
@@ -51,6 +94,10 @@ class Sync(Protocol):
 
     def step(self) -> None:
         """Finish the gradient and update the weights and buffers."""
+        ...
+
+    def testify(self, cut: Cut, index: int) -> int:
+        """A digest of what this worker computes for a micro-batch; nothing else changes."""
         ...
 
     def close(self) -> None: ...
