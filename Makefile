@@ -3,9 +3,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.installed
+SECONDS ?= 60
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format bench clean
+.PHONY: help setup demo test check format bench soak clean
 
 help:  ## show this
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -21,7 +22,7 @@ $(READY): pyproject.toml constraints.txt | $(BIN)/pip
 	@$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[dev]'
 	@touch $@
 
-demo: setup  ## train on handwritten digits with two workers
+demo: setup  ## train on handwritten digits with two workers, and kill one
 	$(BIN)/manyhands demo
 
 test: setup  ## run the tests
@@ -40,6 +41,10 @@ format: setup  ## format the code and fix what can be fixed
 bench: setup  ## measure beside bare PyTorch
 	$(BIN)/python benchmarks/data_parallel.py
 	$(BIN)/python benchmarks/checkpoint.py
+	$(BIN)/python benchmarks/recovery.py
+
+soak: setup  ## disturb runs at random: make soak SECONDS=600
+	$(BIN)/python -m manyhands.testing.soak --seconds $(SECONDS)
 
 clean:  ## remove .venv and caches; runs/ stays
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
