@@ -13,6 +13,7 @@ from manyhands.config import (
     CheckpointConfig,
     EvaluateConfig,
     LogConfig,
+    RecoveryConfig,
     RunConfig,
     TrainConfig,
 )
@@ -23,6 +24,7 @@ from manyhands.version import VERSION
 
 if TYPE_CHECKING:
     from manyhands.answers import evaluate, fingerprint
+    from manyhands.replaying import replay
     from manyhands.run import resume, train
 
 __version__ = VERSION
@@ -33,6 +35,7 @@ __all__ = [
     "Interrupted",
     "LogConfig",
     "ManyhandsError",
+    "RecoveryConfig",
     "Report",
     "RequestError",
     "RunConfig",
@@ -42,6 +45,7 @@ __all__ = [
     "__version__",
     "evaluate",
     "fingerprint",
+    "replay",
     "resume",
     "train",
 ]
@@ -49,6 +53,7 @@ __all__ = [
 _LATER = {
     "evaluate": "manyhands.answers",
     "fingerprint": "manyhands.answers",
+    "replay": "manyhands.replaying",
     "resume": "manyhands.run",
     "train": "manyhands.run",
 }

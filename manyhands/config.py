@@ -184,7 +184,7 @@ class RecoveryConfig:
     micro-batch) is killed and replaced. Not in its first step."""
 
     losses: int = 5
-    """Give up when members were lost this many times without a step between."""
+    """Give up when members are lost more often than this without a step between."""
 
     rebalance: bool = True
     """Deal fewer micro-batches to slower workers. The result does not depend on it."""

@@ -50,6 +50,8 @@ class Job:
     on_step: OnStep | None
     quiet: bool
     faults: FaultPlan
+    given: frozenset[str] = frozenset()
+    """Settings given for this resume: they win over earlier live changes."""
     changes: Mapping[int, dict[str, Any]] = field(default_factory=dict[int, dict[str, Any]])
     """Settings that change after so many steps: of the run that is replayed."""
     debug: tuple[int, int] | None = None
@@ -64,7 +66,8 @@ class Desk:
         self, job: Job, made: Plan, first_step: int, started: float, book: ledger.Book
     ) -> None:
         self.job, self.plan, self.started, self.book = job, made, started, book
-        self.config = job.config
+        live = [s for c in book.changes if c.step <= first_step for s in live_settings(c.settings)]
+        self.config = job.config.with_settings(live)
         """With the changes that were made while training."""
         self.groups: list[dict[str, Any]] = []
         self.losses: dict[int, float] = {}
@@ -173,11 +176,13 @@ class Desk:
         )
 
     def changed(self, step: int, changes: Settings) -> None:
-        self.book.ledger.write(ledger.Changed(step, changes), durable=True)
+        self.book.change(step, changes)
         self.config = self.config.with_settings(live_settings(changes))
         self.event(events.Changed(step=step, settings=changes))
 
-    def objection(self, changes: Settings, groups: list[dict[str, Any]]) -> str | None:
+    def objection(
+        self, changes: Settings, groups: list[dict[str, Any]], schedule: list[str]
+    ) -> str | None:
         known = {key: value for group in groups for key, value in group.items()}
         for name, value in changes.items():
             if "." not in name:
@@ -185,6 +190,9 @@ class Desk:
                     return f"the optimizer has no '{name}'; it has {', '.join(sorted(known))}."
                 if not isinstance(value, bool | int | float | list):
                     return f"{name} = {value!r} is not a number."
+                odd = [kind for kind in schedule if kind in ("OneCycleLR", "CyclicLR")]
+                if name == "lr" and odd:
+                    return f"{odd[0]} has no base rate that could be changed while it goes on."
         try:
             config = self.config.with_settings(live_settings(changes))
         except ConfigError as error:
@@ -212,6 +220,7 @@ class Desk:
             went_on_at=incident.step,
             recomputed=incident.recomputed,
         )
+        self._show(lambda display: display.note(verdict.page()))
         with suppress(OSError):
             encoded = msgspec.json.format(msgspec.json.encode(verdict))
             write_whole(self.job.run.verdict, encoded, durable=False)

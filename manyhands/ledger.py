@@ -158,12 +158,22 @@ class Book:
     def __init__(self, ledger: Ledger, opened: Opened) -> None:
         self.ledger, self.opened = ledger, opened
         self.range: Committed | None = None
+        self.changes: list[Changed] = []
+
+    def change(self, step: int, settings: dict[str, Any]) -> None:
+        """Settings are in force from `step` on; durable on return."""
+        self.changes.append(Changed(step, settings))
+        self.ledger.write(self.changes[-1], durable=True)
 
     def begin(self, step: int, generation: int, workers: list[int], speeds: list[float]) -> None:
         """A view is in force; the one before it did everything up to `step`, or was all lost."""
         self.close_at(step, [], None)
         if self.range is not None and step < self.range.first:
-            self.ledger.write(Rewound(step), durable=True)
+            self.ledger.write(Rewound(step))
+            for change in self.changes:  # they will be in force again, at their steps
+                if change.step > step:
+                    self.ledger.write(change)
+            self.ledger.sync()
         self.range = Committed(step, step, [], generation, workers, speeds, [], None)
 
     def close_at(
@@ -242,10 +252,14 @@ def changes_after(entries: Sequence[AnyEntry], step: int) -> list[Changed]:
 
 def changes_by_step(entries: Sequence[AnyEntry]) -> dict[int, dict[str, Any]]:
     """All changes that no rewind made void: after so many steps → what changed then."""
-    changes: dict[int, dict[str, Any]] = {}
-    for change in _changes(entries):
-        changes.setdefault(change.step, {}).update(change.settings)
-    return changes
+    return journal_of(_changes(entries))
+
+
+def journal_of(changes: Sequence[Changed]) -> dict[int, dict[str, Any]]:
+    journal: dict[int, dict[str, Any]] = {}
+    for change in changes:
+        journal.setdefault(change.step, {}).update(change.settings)
+    return journal
 
 
 def check(entries: Sequence[AnyEntry]) -> Proof:

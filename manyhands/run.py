@@ -41,12 +41,13 @@ from manyhands.launch.supervisor import Supervisor
 from manyhands.launch.wire import Switchboard
 from manyhands.ledger import (
     Book,
+    Changed,
     Committed,
     Ledger,
     Opened,
     Rewound,
     changes_after,
-    changes_by_step,
+    journal_of,
     opening,
     read,
 )
@@ -55,6 +56,7 @@ from manyhands.report import Report
 from manyhands.rundir import RunDir, locked, new_run_path, open_run, write_whole
 from manyhands.task import Task
 from manyhands.testing.faults import FaultPlan
+from manyhands.train.collective.shared import MOST_RANKS
 from manyhands.worker import Orders
 from manyhands.world import usable_cores
 
@@ -129,7 +131,8 @@ def _again(folder: RunDir, task: Task | None, settings: Sequence[str]) -> tuple[
             storage.set_aside(newer)
     notes += [f"{p}; using step {step} instead" for p in problems]
     config = config.with_settings(settings)
-    job = Job(folder, loaded, config, None, None, False, FaultPlan(), notes=notes)
+    given = frozenset(setting.partition("=")[0].strip() for setting in settings)
+    job = Job(folder, loaded, config, None, None, False, FaultPlan(), given=given, notes=notes)
     return job, step
 
 
@@ -158,7 +161,7 @@ def drive(job: Job, launcher: Launcher, *, resume: int | None) -> Report:
         for left_over in job.run.root.glob(".rendezvous-*"):  # of a driver that was killed
             left_over.unlink()
         parcel = shipping.pack(job.loaded, launcher.fds[0])
-        book, changes, first_worker = _book(job, len(records), resume)
+        book, first_worker = _book(job, len(records), resume)
         desk = Desk(job, made, resume or 0, started, book)
         write_whole(job.run.config, to_toml(job.config, task=task_line(job.loaded)))
     held = nullcontext() if resume is not None else locked(job.run)  # `resume` holds it already
@@ -176,7 +179,6 @@ def drive(job: Job, launcher: Launcher, *, resume: int | None) -> Report:
             state_fd=launcher.fds[1],
             steps=made.steps.value,
             start_from=start_from,
-            changes=changes,
             debug=job.debug,
             log_every=1 if job.on_step else job.config.log.every_steps,
             faults=job.faults,
@@ -184,10 +186,8 @@ def drive(job: Job, launcher: Launcher, *, resume: int | None) -> Report:
         return _work(job, launcher, desk, made, orders, resume, first_worker)
 
 
-def _book(
-    job: Job, records: int, resume: int | None
-) -> tuple[Book, dict[int, dict[str, Any]], int]:
-    """The ledger, opened or gone on with; settings that change, by step; the next worker's number.
+def _book(job: Job, records: int, resume: int | None) -> tuple[Book, int]:
+    """The ledger, opened or gone on with; and the number of the next worker.
 
     Workers are numbered for the life of a run, through all its resumes.
     """
@@ -196,7 +196,9 @@ def _book(
     if resume is None:
         ledger = Ledger(path)
         ledger.write(opened, durable=True)
-        return Book(ledger, opened), dict(job.changes), 0
+        book = Book(ledger, opened)
+        book.changes = [Changed(step, settings) for step, settings in job.changes.items()]
+        return book, 0
     entries = read(path)
     before = opening(entries)
     if before != opened:
@@ -204,14 +206,18 @@ def _book(
             f"{job.run.root} was begun with {before}, but now there are {opened}: its ledger "
             "cannot be gone on with. Start a new run with train.start_from instead."
         )
-    changes = changes_by_step(entries)
     ledger = Ledger(path)
     ledger.write(Rewound(resume))
     for change in changes_after(entries, resume + 1):  # they will be in force again, at their steps
         ledger.write(change)
     ledger.sync()
     numbers = [n for e in entries if isinstance(e, Committed) for n in e.workers]
-    return Book(ledger, opened), changes, max(numbers, default=-1) + 1
+    book = Book(ledger, opened)
+    book.changes = [
+        Changed(c.step, {k: v for k, v in c.settings.items() if k not in job.given})
+        for c in changes_after(entries, 0)
+    ]
+    return book, max(numbers, default=-1) + 1
 
 
 def _work(
@@ -240,7 +246,7 @@ def _work(
             _situation(job, launcher, desk, made, resume),
             start=start,
             first_worker=first_worker,
-            wanted=_room(job, made),
+            wanted=_room(job, launcher, made),
             control=control,
         )
         return _supervise(supervisor, launcher, desk)
@@ -264,6 +270,8 @@ def _situation(
         outlives=made.collective.value == "shared",
         restore=resume,
         micro_batches=made.micro_batches.value,
+        most=_most_workers(job, launcher, made),
+        journal=journal_of(desk.book.changes),
         limits=Limits(silent_s=recovery.silent_s, stuck_s=recovery.stuck_s, losses=recovery.losses),
         rebalance=recovery.rebalance,
         scored=scored,
@@ -272,11 +280,16 @@ def _situation(
     )
 
 
-def _room(job: Job, made: Plan) -> Callable[[], int] | None:
+def _most_workers(job: Job, launcher: Launcher, made: Plan) -> int:
+    alone = job.config.train.sync == "alone"
+    return 1 if alone else min(made.micro_batches.value, launcher.most_workers or MOST_RANKS)
+
+
+def _room(job: Job, launcher: Launcher, made: Plan) -> Callable[[], int] | None:
     """How many workers there is room for, if that may change while training."""
-    if not isinstance(job.workers, tuple):
+    if not isinstance(job.workers, tuple) or made.workers.value < job.workers[0]:
         return None
-    least, most = job.workers
+    least, most = job.workers[0], min(job.workers[1], _most_workers(job, launcher, made))
 
     def room() -> int:
         cores = usable_cores() // job.config.train.threads

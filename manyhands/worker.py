@@ -63,6 +63,7 @@ from manyhands.train.optim import (
     Entry,
     groups_to_json,
     how_to_cut,
+    kinds_of,
     restore,
     schedule_to_json,
     without_dynamo,
@@ -92,8 +93,6 @@ class Orders(msgspec.Struct, frozen=True, kw_only=True):
     steps: int
     start_from: str | None = None
     """A safetensors file to take the first weights from."""
-    changes: dict[int, dict[str, Any]] = {}
-    """Settings that change at known steps: those of the ledger, after a resume."""
     log_every: int = 10
     debug: tuple[int, int] | None = None
     """Stop in a debugger at this micro-batch: (step, index)."""
@@ -155,6 +154,7 @@ class Hand:
                 broken, differs = True, error.args
             except errors.Broken:
                 broken = True
+            self.line.send(self.pulse.beat())  # what was done, before what is to come
             self.line.send(
                 Ready(
                     worker=self.orders.worker,
@@ -185,7 +185,6 @@ class Hand:
                 "Task: ReduceLROnPlateau wants a score at every step; use a schedule that does not."
             )
         self.replica = Replica(model, optimizer, schedule, memory, self.device)
-        self.replica.changes = self.orders.changes
         self.marks = suspects.marks(self.replica.parameters)
         records, self.held_out = open_data(task.data, task.held_out)
         self.feed = WatchedFeed(self._feed(records), self)
@@ -252,6 +251,7 @@ class Hand:
         assert rank is not None
         self.view, self.world = view, World(rank, len(view.members))
         self.pulse.leads, self.halting = self.world.leads, False
+        self.replica.changes = view.journal
         self.pulse.forget_times()
         self._compare(view)
         self.moment("regroup")
@@ -272,7 +272,8 @@ class Hand:
             self.sync.note()
         if self.world.leads:
             groups = groups_to_json(self.replica.optimizer)
-            self.line.send(Begun(step=self.replica.step, groups=groups))
+            kinds = kinds_of(self.replica.schedule)
+            self.line.send(Begun(step=self.replica.step, groups=groups, schedule=kinds))
         if view.changes:  # journalled before any of us may use them
             self.reply(f"go-{view.generation}")
         if view.audit is not None:
@@ -314,8 +315,8 @@ class Hand:
 
     def configure(self) -> None:
         """Settings that have changed since the run began, and are not the optimizer's."""
-        due = [s for at, s in sorted(self.orders.changes.items()) if at <= self.replica.step]
-        settings = [live_settings(s) for s in (*due, self.view.settings, self.view.changes)]
+        due = [s for at, s in sorted(self.view.journal.items()) if at <= self.replica.step]
+        settings = [live_settings(s) for s in (*due, self.view.changes)]
         self.config = self.orders.config.with_settings([s for some in settings for s in some])
         self.sync.clip_norm = self.config.train.clip_norm
         if self.orders.log_every != 1:  # somebody watches every step
@@ -379,7 +380,7 @@ class Hand:
             step=state["step"],
         )
         self.replica.step = state["step"]
-        self.replica.change(self.orders.changes.get(state["step"], {}))
+        self.replica.change(self.view.journal.get(state["step"], {}))
 
     def _saved_entries(self) -> Iterator[Entry]:
         assert self.view.restore is not None
@@ -432,7 +433,7 @@ class Hand:
         ]
 
     def _reconfigure(self, replica: Replica, facts: StepFacts) -> None:
-        if replica.step in self.orders.changes:
+        if replica.step in self.view.journal:
             self.configure()
 
     def _log(self, replica: Replica, facts: StepFacts) -> None:

@@ -83,8 +83,8 @@ def apply(now: Situation, decision: Decision) -> None:
         case Break(because=because, cause=cause):
             now.broken, now.running = because, False
             now.losses += cause is not None
-        case Halt(because=because):
-            now.halted, now.running = because, False
+        case Halt(because=because, speeds=speeds):
+            now.halted, now.running, now.better = because, False, speeds
             now.halts += 1
         case IssueView(view=issued):
             for worker in now.workers.values():
@@ -93,6 +93,7 @@ def apply(now: Situation, decision: Decision) -> None:
                     worker.broken, worker.phase_s = False, 0.0
             now.view, now.running = issued, False
             now.broken = now.halted = now.audit = None
+            now.better = ()
         case _:
             raise AssertionError(decision)
 

@@ -1,9 +1,8 @@
 """What outlives a worker is never found torn, wherever in an update, or in a repair, one dies."""
 
 import mmap
-import sys
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 from types import SimpleNamespace
@@ -19,9 +18,9 @@ from torch import Tensor, nn
 from manyhands.errors import OptimizerRefused
 from manyhands.train import layout, memory
 from manyhands.train.keep import Keep
-from manyhands.train.layout import Unit, lay_out
+from manyhands.train.layout import lay_out
 from manyhands.train.memory import Memory
-from manyhands.train.optim import SharedOut
+from tests.dying import NEVER, Death, Died
 from tests.hands import Gradients, Hand, Make, crew, segment, state_of
 
 o: Any = torch.optim
@@ -71,108 +70,6 @@ def blocks_are_small() -> Iterator[None]:
         yield
 
 
-# ---- dying
-
-
-class Died(BaseException):
-    """Stands for SIGKILL: nothing of ours catches it."""
-
-
-Do = Callable[[], object]
-
-
-class Frail(np.ndarray[Any, Any]):
-    """Numbers in shared memory, while their writer is about to die."""
-
-    store: Callable[[Do, Do], None]
-
-    def __array_finalize__(self, whole: Any) -> None:
-        if hasattr(whole, "store"):
-            self.store = whole.store
-
-    def __setitem__(self, where: Any, value: Any) -> None:
-        target = self.view(np.ndarray)
-
-        def half() -> None:
-            if isinstance(where, slice):
-                n = len(target[where]) // 2
-                target[where][:n] = np.broadcast_to(value, target[where].shape)[:n]
-
-        self.store(lambda: target.__setitem__(where, value), half)
-
-
-@dataclass(frozen=True)
-class Death:
-    """At the n-th store to what is kept; None: in the optimizer's own code, which leaves garbage.
-    A store that does not come to pass kills nobody."""
-
-    nth: int | None
-    halfway: bool = True
-    """In the middle of that store, or just before it."""
-
-    @contextmanager
-    def strikes(self, keep: Keep, noise: Any = None) -> Generator[list[Died]]:
-        """Within this, somebody dies. What it leaves behind is what it had stored until then."""
-        deaths: list[Died] = []
-        stores = 0
-        copy, bare_step = torch.Tensor.copy_, getattr(SharedOut, "_bare_step")  # noqa: B009
-
-        def store(all: Do, half: Do) -> None:
-            nonlocal stores
-            stores += 1
-            if self.nth is None or stores <= self.nth:
-                all()
-                return
-            if self.halfway:
-                half()
-            raise Died
-
-        def dying_copy(target: Tensor, source: Tensor) -> Tensor:
-            n = target.numel() // 2
-            half = target[:n] if target.dim() == 1 else target
-            store(lambda: copy(target, source), lambda: n and copy(half, source[: len(half)]))
-            return target
-
-        def dying_copies(targets: list[Tensor], sources: list[Tensor]) -> None:
-            for target, source in zip(targets, sources, strict=True):
-                dying_copy(target, source)
-
-        def dying_step(self: SharedOut, optimizer: torch.optim.Optimizer) -> None:
-            bare_step(self, optimizer)
-            unit = next(w.unit for w in self.works if w.doing is optimizer)
-            scribble(self.keep, self.weights, unit, noise)
-            raise Died
-
-        with pytest.MonkeyPatch.context() as patch:
-            for name in ("done", "_heads"):
-                frail = getattr(keep, name).view(Frail)
-                frail.store = store
-                patch.setattr(keep, name, frail)
-            patch.setattr(torch.Tensor, "copy_", dying_copy)
-            keep_module = sys.modules["manyhands.train.keep"]
-            patch.setattr(keep_module, "_FOREACH_COPY", dying_copies)
-            if self.nth is None:
-                patch.setattr(SharedOut, "_bare_step", dying_step)
-            try:
-                yield deaths
-            except Died as died:
-                deaths.append(died)
-
-
-def scribble(keep: Keep, weights: dict[Any, Tensor], unit: Unit, noise: Any) -> None:
-    """Anything, wherever an update of this unit may write."""
-    lanes = [(dtype, weights[dtype]) for dtype in unit.bounds]
-    lanes += [(dtype, lane) for (_, dtype), lane in keep.slots.items() if dtype in unit.bounds]
-    for dtype, lane in lanes:
-        a, b = unit.bounds[dtype]
-        lane[a:b] = torch.from_numpy(noise.normal(size=b - a)).to(lane.dtype)
-    first, stop = unit.blocks
-    for lane in keep.scalars.values():
-        lane[first:stop] = torch.from_numpy(noise.normal(size=stop - first)).to(lane.dtype)
-    keep.exists[first:stop] = torch.from_numpy(noise.integers(0, 2, stop - first))
-
-
-NEVER = Death(1 << 30)
 DEATHS = st.builds(Death, st.none() | st.integers(0, 25), st.booleans())
 
 

@@ -1,10 +1,11 @@
 """Speaking to a run while it goes on; replaying what it did; changes that survive everything."""
 
 import os
+import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -63,24 +64,27 @@ class Going:
 
 @contextmanager
 def going(
-    launcher: Launcher, to: Path, *, steps: int, workers: int | str = 2, again: bool = False
+    launcher: Launcher,
+    to: Path,
+    *,
+    steps: int,
+    workers: int | str = 2,
+    settings: Sequence[str] = (),
 ) -> Iterator[Going]:
     """Train until asked to stop; yields when the first step is done."""
     here = Going(RunDir(to))
 
     def work() -> None:
         try:
-            settings = [f"train.steps={steps}"]
-            if again:
-                here.report = mh.resume(
-                    to, make("cnn"), settings=settings, quiet=True, launcher=launcher,
-                    on_step=here.on_step, workers=workers,
-                )  # fmt: skip
-            else:
-                here.report = mh.train(
-                    make("cnn"), to=to, settings=[*SETTINGS, *settings], quiet=True,
-                    launcher=launcher, on_step=here.on_step, workers=workers,
-                )  # fmt: skip
+            here.report = mh.train(
+                make("cnn"),
+                to=to,
+                settings=[*SETTINGS, f"train.steps={steps}", *settings],
+                quiet=True,
+                launcher=launcher,
+                on_step=here.on_step,
+                workers=workers,
+            )
         except BaseException as error:
             here.error = error
         finally:
@@ -105,7 +109,7 @@ LONG = 100_000
 def test_scaling_up_and_down(launcher: Launcher, tmp_path: Path) -> None:
     with going(launcher, tmp_path / "run", steps=LONG) as run:
         assert run.ask(Scale(4)).startswith("4 workers since step")
-        assert run.ask(Scale(1)).startswith("1 workers since step")
+        assert run.ask(Scale(1)).startswith("1 worker since step")
         with pytest.raises(RequestError, match="only 8 micro-batches"):
             run.ask(Scale(9))
         with pytest.raises(RequestError, match="an audit needs two workers"):
@@ -176,6 +180,33 @@ def test_a_change_is_made_again_when_its_steps_are(launcher: Launcher, tmp_path:
     assert report.fingerprint == weights
     proof = ledger.check(ledger.read(run.run.ledger))
     assert proof.ok and proof.rewinds and len(proof.changes) == 1
+
+
+def test_a_change_outlives_everybody_over_gloo(launcher: Launcher, tmp_path: Path) -> None:
+    """All die, and the run goes back to a checkpoint from before the change."""
+    folder = tmp_path / "run"
+    with going(launcher, folder, steps=LONG, settings=["train.collective=gloo"]) as run:
+        run.ask(Change({"lr": 0.002, "train.clip_norm": 0.1}))
+        run.wait_for(run.step + 2)
+        run.ask(Pause())
+        for worker in status(run.run)["workers"]:
+            os.kill(worker["pid"], signal.SIGKILL)
+        run.ask(Continue())
+        run.wait_for(run.step + 2)
+    proof = ledger.check(ledger.read(run.run.ledger))
+    assert proof.ok, proof.problems
+    assert replay(folder, make("cnn"), step=0, to=proof.steps, launcher=launcher).same
+
+
+def test_what_cannot_be_asked_for(launcher: Launcher, tmp_path: Path) -> None:
+    alone = ["train.sync=alone"]
+    with (
+        going(launcher, tmp_path / "run", steps=LONG, settings=alone, workers="1:3") as run,
+        pytest.raises(RequestError, match="1 to 1 workers"),
+    ):
+        run.ask(Scale(2))
+    with pytest.raises(RequestError, match="one worker"):
+        mh.train(make("cnn"), to=tmp_path / "x", workers="2:3", settings=alone, launcher=launcher)
 
 
 def test_as_many_workers_as_there_is_room_for(

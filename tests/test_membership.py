@@ -82,7 +82,7 @@ TABLE: list[tuple[str, Situation, list[str]]] = [
     ("all are killed", now(GONE, GONE, GONE), ["start 3", "break: rank 0 is gone"]),
     ("newcomers are waited for", now(GONE, GONE, WAITING, STARTING, wanted=2, broken=BROKEN), []),
     ("state has outlived them", now(GONE, WAITING, wanted=1, broken=BROKEN), ["view 2 of 1: rank"]),
-    ("state has gone with them", now(GONE, WAITING, wanted=1, broken="-", outlives=False, restore=40),
+    ("state has gone too", now(GONE, WAITING, wanted=1, broken="-", outlives=False, restore=40),
      ["view 2 of 1 fresh from 40: -"]),
     ("... but not with all of them", now(GONE, READY, wanted=1, broken=BROKEN, outlives=False),
      ["view 2 of 1: rank"]),
@@ -224,7 +224,7 @@ def cause_of(situation: Situation) -> Cause:
         (killed(11), {}, "signal 11 (SIGSEGV)", "A native library crashed"),
         (killed(15), {}, "signal 15 (SIGTERM)", ""),
         (ended(3, ago=9.0), {}, "exit code 3 without finishing", "Something called exit()"),
-        (killed(9, fenced="it was silent"), {"oom_kills": 1}, "it was silent", "killed and repl"),
+        (killed(9, fenced="it was silent"), {"oom_kills": 1}, "it was silent", "its log may say"),
         (FAILED, {"oom_kills": 1}, "trouble of 1", ""),
     ],
 )  # fmt: skip
@@ -268,7 +268,7 @@ def issued(situation: Situation) -> View:
 def test_a_view_carries_all_that_its_members_must_know() -> None:
     facts: dict[str, Any] = {
         "changes": {"lr": 0.1},
-        "settings": {"log.every_steps": 5},
+        "journal": {4: {"log.every_steps": 5}},
         "halts": 7,
         "scored": 30,
         "enough": "no better",
@@ -284,7 +284,11 @@ def test_a_view_carries_all_that_its_members_must_know() -> None:
 
 def test_speeds_are_those_measured_and_a_newcomer_counts_as_average() -> None:
     fast, slow = w("ready", micro_batch_s=0.1), w("ready", micro_batch_s=0.2)
-    assert issued(now(fast, slow, fast, halted=UNEVEN)).speeds == [1.0, 0.5, 1.0]
+    assert issued(now(fast, slow, fast, halted=UNEVEN, better=(1.0, 0.5, 1.0))).speeds == [
+        1.0,
+        0.5,
+        1.0,
+    ]
     assert issued(now(fast, slow, fast, halted="-")).speeds == [1.0] * 3, "no reason to change it"
     assert issued(now(slow, fast, WAITING, halted="-")).speeds == [0.5, 1.0, 0.5]
     assert (

@@ -130,7 +130,7 @@ class Storm(RuleBasedStateMachine):
             return
         if now.broken is None and all(w.phase == "in" for w in now.members()):
             self.began, now.begun, now.running = now.view.generation, True, True
-            now.settings = {**now.settings, **now.view.changes}
+            now.journal.setdefault(len(now.journal), {}).update(now.view.changes)
             now.changes = {k: v for k, v in now.changes.items() if now.view.changes.get(k) != v}
             self.settle()
 
@@ -257,7 +257,8 @@ class Storm(RuleBasedStateMachine):
 
     @invariant()
     def nothing_that_was_asked_for_is_forgotten(self) -> None:
-        assert {**self.now.settings, **self.now.changes} == self.asked
+        journalled = {k: v for made in self.now.journal.values() for k, v in made.items()}
+        assert {**journalled, **self.now.changes} == self.asked
 
     def at_rest(self) -> bool:
         now = self.now

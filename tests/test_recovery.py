@@ -228,7 +228,7 @@ def test_the_verdict_of_a_recovery(go: Go) -> None:
     assert "killed by signal 9" in verdict["what"]
     assert verdict["noticed_by"] == "the host agent saw it end"
     assert verdict["recomputed"] == 8 and verdict["seconds"] > 0
-    assert "go on" in verdict["decided"]
+    assert "2 workers went on" in verdict["decided"]
 
 
 def test_losses_without_progress_end_the_run(go: Go) -> None:

@@ -15,6 +15,7 @@ from manyhands.launch.control import (
     Change,
     Continue,
     Examine,
+    NobodyThere,
     Pause,
     Scale,
     StopRun,
@@ -116,8 +117,11 @@ def audit(
     """
     run = open_run(folder)
     if run.control.exists():
-        _say(folder, Examine(), wait)
-        return
+        try:
+            _say(folder, Examine(), wait)
+            return
+        except NobodyThere:
+            pass  # the driver was killed and left its socket
     from manyhands import replaying
     from manyhands.checkpoint.storage import Folder
 
@@ -134,7 +138,7 @@ def _show_replay(found: "Replayed", as_json: bool) -> None:
         answer: dict[str, Any] = {"same": found.same, **msgspec.to_builtins(found)}
         print(msgspec.json.encode(answer).decode())
     else:
-        print(f"computed steps {found.first} to {found.to} again")
+        print(f"computed steps {found.first} to {found.to - 1} again")
         for step, loss in sorted(found.losses.items())[-10:]:
             mark = "the same bits" if step in found.compared_losses else "not known from then"
             different = any(d.startswith(f"step {step}: the loss") for d in found.differences)
@@ -143,7 +147,10 @@ def _show_replay(found: "Replayed", as_json: bool) -> None:
             print(f"  weights after step {step}: compared with the checkpoint")
         print(f"  fingerprint {found.fingerprint}")
     if found.differences:
-        raise RunFailed("The replay differs:\n  " + "\n  ".join(found.differences))
+        shown = found.differences[:10]
+        more = len(found.differences) - len(shown)
+        shown += [f"... and {more} more"] * bool(more)
+        raise RunFailed("The replay differs:\n  " + "\n  ".join(shown))
     if not (found.compared_losses or found.compared_weights):
         raise RunFailed("Nothing is left of those steps to compare with.")
     if not as_json:

@@ -48,6 +48,11 @@ class Examine(msgspec.Struct, frozen=True, tag=True):
 
 Ask = Scale | Change | Pause | Continue | StopRun | Examine
 
+
+class NobodyThere(RequestError):
+    """No driver answers."""
+
+
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Ask).decode
 
@@ -122,7 +127,7 @@ def ask(path: Path, what: Ask, *, patience_s: float = 60.0) -> str:
             line.send(_encode(what))
             answer = line.recv(MOST_BYTES).decode()
         except (FileNotFoundError, ConnectionRefusedError):
-            raise RequestError(f"nobody is training in {path.parent} now.") from None
+            raise NobodyThere(f"nobody is training in {path.parent} now.") from None
         except TimeoutError:
             raise RequestError(
                 f"the run in {path.parent} has not done it within {patience_s:.0f} s; it may still."

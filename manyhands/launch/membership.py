@@ -107,6 +107,8 @@ class Situation:
     restore: int | None = None
     """The newest checkpoint of this run, or that it was resumed from."""
     micro_batches: int = 1
+    most: int = 1
+    """No more workers than this can be used."""
     limits: Limits = field(default_factory=Limits)
     workers: dict[int, Worker] = field(default_factory=dict[int, Worker])
     view: View | None = None
@@ -126,13 +128,16 @@ class Situation:
     oom_kills: int = 0
     """Processes the kernel killed for want of memory since the run began."""
     rebalance: bool = True
+    better: tuple[float, ...] = ()
+    """Speeds for which the current view was halted."""
     measured_s: float = 0.0
     """For how long speeds have been measured under the current deal."""
     # What people asked for.
     stop: bool = False
     paused: bool = False
     changes: Settings = field(default_factory=dict[str, Any])
-    settings: Settings = field(default_factory=dict[str, Any])
+    journal: dict[int, Settings] = field(default_factory=dict[int, dict[str, Any]])
+    """Changes that were made, by step."""
     scored: int = -1
     enough: str | None = None
     saved: int = -1
@@ -191,6 +196,8 @@ class Break:
 @dataclass(frozen=True, slots=True)
 class Halt:
     because: str
+    speeds: tuple[float, ...] = ()
+    """A better deal than the present one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +233,9 @@ def decide(now: Situation) -> Decision:
         view = _next_view(now)
         return Wait() if view is None else IssueView(view)
     because = _reason_to_halt(now)
-    return Wait() if because is None else Halt(because)
+    if because is None:
+        return Wait()
+    return Halt(because, tuple(speeds_of(now.members())) if because == UNEVEN else ())
 
 
 # ---- giving up
@@ -386,8 +395,8 @@ def make_view(now: Situation, chosen: list[Worker]) -> View:
         w.number for w in chosen
     ]
     speeds = speeds_of(chosen) if now.rebalance else [1.0] * len(chosen)
-    if same and now.view is not None and now.halted != UNEVEN:
-        speeds = now.view.speeds
+    if same and now.view is not None:
+        speeds = list(now.better) or now.view.speeds
     because = now.broken or now.halted or _all_here(len(chosen))
     return View(
         generation=generation,
@@ -398,7 +407,7 @@ def make_view(now: Situation, chosen: list[Worker]) -> View:
         restore=now.restore if fresh else None,
         built=[w.built for w in chosen],
         halts=now.halts,
-        settings=now.settings,
+        journal=now.journal,
         changes=now.changes,
         scored=now.scored,
         enough=now.enough,
@@ -560,7 +569,7 @@ def cause_of_loss(now: Situation, worker: Worker) -> Cause:
     what, advice = _of_code(now, code)
     noticed = "the host agent saw it end"
     if worker.fenced is not None:
-        what, advice = worker.fenced, "It was killed and replaced; its log may say what it did."
+        what, advice = worker.fenced, "It was killed; its log may say what it did."
         noticed = "the supervisor's clock"
     # All are at the same step; who spoke last knows best.
     step = max((w.step for w in now.workers.values()), default=0)

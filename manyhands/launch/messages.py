@@ -45,6 +45,8 @@ class Begun(Message, frozen=True):
     step: int
     groups: list[dict[str, Any]]
     """The optimizer's hyper-parameters, as far as they are plain."""
+    schedule: list[str] = []
+    """The kinds of schedule that act on them."""
 
 
 class Ready(Message, frozen=True):
@@ -198,8 +200,8 @@ class View(Message, frozen=True):
     """What each member built, by rank."""
     halts: int = 0
     """How many Halts were sent before it."""
-    settings: Settings = {}
-    """All changes so far that are no state of the optimizer."""
+    journal: dict[int, Settings] = {}
+    """All changes so far: after how many steps, and what."""
     changes: Settings = {}
     """New ones: wait for Reply `go-GENERATION` before the first step."""
     scored: int = -1

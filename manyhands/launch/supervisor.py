@@ -94,7 +94,9 @@ class Audience(Protocol):
         """All workers of view `attempt` have written their files of a step."""
         ...
 
-    def objection(self, changes: Settings, groups: list[dict[str, Any]]) -> str | None:
+    def objection(
+        self, changes: Settings, groups: list[dict[str, Any]], schedule: list[str]
+    ) -> str | None:
         """Why these settings cannot be changed, if so."""
         ...
 
@@ -148,6 +150,7 @@ class Supervisor:
         self.saving: dict[tuple[int, int], _Saving] = {}
         self.views: dict[int, View] = {}
         self.groups: list[dict[str, Any]] = []
+        self.schedule: list[str] = []
         self.first_step = 0
         self.step = 0
         """The newest step that is known to be done."""
@@ -204,8 +207,8 @@ class Supervisor:
                 self.launcher.kill(worker)
             case membership.Break(because=because, cause=cause):
                 self._break(because, cause)
-            case membership.Halt(because=because):
-                self.now.halted, self.now.running = because, False
+            case membership.Halt(because=because, speeds=speeds):
+                self.now.halted, self.now.running, self.now.better = because, False, speeds
                 self.now.halts += 1
                 self._tell_members(Halt(number=self.now.halts))
             case membership.IssueView(view=view):
@@ -254,6 +257,7 @@ class Supervisor:
                 worker.broken = False
         self.views[view.generation] = now.view = view
         now.broken = now.halted = now.audit = None
+        now.better = ()
         self.testimonies.clear()
         now.running = False
         self.parts.clear()
@@ -295,11 +299,11 @@ class Supervisor:
         number = getattr(message, "worker", None)
         worker = now.workers.get(number) if number is not None else None
         if number is not None:
-            last_words = Trouble | Left | Written  # may be read after its end was seen
+            last_words = Beat | Trouble | Left | Written  # may be read after its end was seen
             if worker is None or (worker.phase == "gone" and not isinstance(message, last_words)):
                 return
             self.clocks[number].heard = time.monotonic()
-        always = Hello | Trouble | Written | Notice | Leaving
+        always = Hello | Trouble | Written | Notice | Leaving | Beat
         if message.generation != generation and not isinstance(message, always):
             return  # of a view that is over, or sent before there was one
         match message:
@@ -354,12 +358,12 @@ class Supervisor:
         if message.step > self.step:
             now.losses = 0
         self.step, self.first_step = max(self.step, message.step), message.step
-        self.groups = message.groups
+        self.groups, self.schedule = message.groups, message.schedule
         self.began_at = time.monotonic()
         self.audience.begun(view, message.step, message.groups)
         if view.changes:
             self.audience.changed(message.step, view.changes)
-            now.settings = {**now.settings, **view.changes}
+            now.journal.setdefault(message.step, {}).update(view.changes)
             now.changes = {k: v for k, v in now.changes.items() if view.changes.get(k) != v}
             self._tell_members(Reply(round=f"go-{view.generation}"))
         if self.incident is not None:
@@ -369,7 +373,7 @@ class Supervisor:
             self.audience.recovered(
                 Incident(
                     replace(cause, step=reached),
-                    f"{decided}; {len(view.members)} worker(s) go on",
+                    f"{decided}; {_count(len(view.members), 'worker')} went on",
                     time.monotonic() - noticed,
                     message.step,
                     now.micro_batches if message.step <= reached else 0,
@@ -495,9 +499,8 @@ class Supervisor:
         now = self.now
         match ask:
             case Scale(workers=workers):
-                most = self.launcher.most_workers
-                if workers < 1 or (most is not None and workers > most):
-                    raise RequestError(f"cannot run with {workers} workers here")
+                if workers < 1 or now.most < workers <= now.micro_batches:
+                    raise RequestError(f"this run can use 1 to {now.most} workers, not {workers}.")
                 if workers > now.micro_batches:
                     raise RequestError(
                         f"{workers} workers, but a step has only {now.micro_batches} micro-batches "
@@ -507,14 +510,16 @@ class Supervisor:
                 now.least = min(now.least, workers)
                 self.audience.event(events.Scaled(before=before, workers=workers, step=self.step))
                 return lambda: (
-                    f"{workers} workers since step {self.first_step}"
+                    f"{workers} worker{'s' * (workers != 1)} since step {self.first_step}"
                     if now.running and len(now.members()) == workers
                     else None
                 )
             case Change(settings=settings):
                 if not self.groups:
                     raise RequestError("training has not begun yet; try again in a moment")
-                if (problem := self.audience.objection(settings, self.groups)) is not None:
+                if (
+                    problem := self.audience.objection(settings, self.groups, self.schedule)
+                ) is not None:
                     raise RequestError(problem)
                 now.changes = {**now.changes, **settings}
                 said = ", ".join(f"{k} = {v}" for k, v in settings.items())
@@ -535,7 +540,7 @@ class Supervisor:
                 return lambda: "training" if now.running else None
             case StopRun():
                 now.stop = True
-                return lambda: f"stopping after step {self.step + 1}; saving"
+                return lambda: "stopping after the next step; saving"
             case Examine():
                 if len(now.members()) < 2:
                     raise RequestError("an audit needs two workers: manyhands scale RUN 2")
@@ -582,3 +587,7 @@ class Supervisor:
             ],
             doing,
         )
+
+
+def _count(n: int, thing: str) -> str:
+    return f"{n} {thing}{'s' * (n != 1)}"

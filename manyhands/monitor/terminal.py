@@ -17,7 +17,6 @@ from manyhands.events import (
     Changed,
     Evaluated,
     Lost,
-    Recovered,
     Saved,
     Scaled,
     Viewed,
@@ -71,8 +70,8 @@ class Quiet:
     def progress(self, progress: Progress) -> None: ...
 
     def event(self, event: AnyEvent) -> None:
-        if isinstance(event, Warned):
-            self.console.print(f"warning: {event.text}", markup=False, highlight=False)
+        if isinstance(event, Warned | Lost) and (text := describe(event)) is not None:
+            self.console.print(text, markup=False, highlight=False)
 
     def close(self) -> None: ...
 
@@ -156,10 +155,6 @@ def describe(event: AnyEvent) -> str | None:
                 f"step {event.step}: rank {event.rank} (process {event.pid}) is lost: "
                 f"{event.what}; {event.noticed_by}"
             )
-        case Recovered():
-            hands = f"{event.workers} worker" + "s" * (event.workers != 1)
-            again = f", {event.recomputed} micro-batches computed again" * bool(event.recomputed)
-            return f"step {event.step}: going on with {hands} after {event.seconds:.2f} s{again}"
         case Audited():
             return f"step {event.step}: audit of micro-batch {event.micro_batch}: {event.text}"
         case Scaled():
@@ -181,7 +176,8 @@ def summary(report: Report) -> str:
         "steps": f"{report.step} ({report.epochs:.2f} epochs; {report.because})",
         "loss": f"{report.loss:.4f}",
         **{f"held-out {name}": f"{value:.4f}" for name, value in report.scores.items()},
-        "workers": str(report.workers),
+        "workers": str(report.workers)
+        + f" (recovered from {report.recoveries} losses)" * bool(report.recoveries),
         "speed": f"{_thousands(report.samples_per_s)} samples/s",
         "time": f"{report.seconds:.1f} s (first step after {report.first_step_s:.1f} s)",
         "peak memory": f"{report.peak_memory_bytes / 1e6:.0f} MB, all workers",

@@ -67,7 +67,11 @@ def _workers(
 ) -> Choice:
     most = train.micro_batches
     if isinstance(wish, tuple):
-        return _between(train, machine, *wish)
+        if startable is None and train.sync != "alone":
+            return _between(train, machine, *wish)
+        if wish[0] > 1:
+            raise ConfigError(f"this run can have one worker, not {wish[0]} to {wish[1]}.")
+        wish = 1
     asked = wish
     if startable is not None:
         if asked is not None and asked > startable:

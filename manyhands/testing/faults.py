@@ -10,7 +10,6 @@
     update    before each unit that it updates       regroup   as it takes its place in a view
 """
 
-import math
 import os
 import signal
 import time
@@ -66,9 +65,9 @@ class FaultPlan(msgspec.Struct, frozen=True):
         """Sleep once for `seconds`; or from this step on take `times` as long as usual."""
         return self._with(Fault("slow", rank, at_step, seconds=seconds, times=times))
 
-    def corrupt(self, *, rank: int, at_step: int, times: float = math.inf) -> "FaultPlan":
-        """From this step on, a bit of its gradients is wrong; `times`: in so many micro-batches."""
-        return self._with(Fault("corrupt", rank, at_step, at="never", times=times))
+    def corrupt(self, *, rank: int, at_step: int) -> "FaultPlan":
+        """From this step on, one number of each of its gradients is wrong."""
+        return self._with(Fault("corrupt", rank, at_step, at="never"))
 
     def _with(self, fault: Fault) -> "FaultPlan":
         return FaultPlan((*self.faults, fault))

@@ -496,6 +496,14 @@ def change_groups(optimizer: Optimizer, schedule: Any | None, settings: Mapping[
                     inner.base_lrs[k] = value
 
 
+def kinds_of(schedule: Any | None) -> list[str]:
+    """The classes of a schedule and of those inside it."""
+    if schedule is None:
+        return []
+    inner: Sequence[Any] = getattr(schedule, "_schedulers", ())
+    return [type(schedule).__name__, *(kind for part in inner for kind in kinds_of(part))]
+
+
 def _set_in_group(group: dict[str, Any], key: str, value: Any) -> None:
     old: Any = group.get(key)
     if isinstance(old, Tensor):
