@@ -155,6 +155,8 @@ TABLE: list[tuple[str, Situation, list[str]]] = [
     ("it goes", now(READY, GOING, READY, WAITING, halted="-"), ["view 2 of 0, 2, 3: -"]),
     ("the only one goes", now(GOING, STARTING, halted="-", wanted=1), []),
     ("... when another is there", now(GOING, WAITING, halted="-", wanted=1), ["view 2 of 1: -"]),
+    ("... and holds all there is", now(GOING, WAITING, halted="-", wanted=1, outlives=False),
+     ["view 2 of 0, 1: -"]),
     ("fewer are wanted", now(IN, IN, IN, wanted=2), ["halt: 2 workers are wanted"]),
     ("... and fewer remain", now(READY, READY, READY, wanted=2, halted="-"), ["view 2 of 0, 1: -"]),
     ("more are wanted", now(IN, IN, IN, wanted=5), ["start 2"]),

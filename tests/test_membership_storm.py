@@ -86,13 +86,15 @@ class Storm(RuleBasedStateMachine):
             assert worker.phase != "in", "it works in a view that is over"
         assert view.generation == (now.view.generation if now.view else 0) + 1
         assert [m.rank for m in view.members] == list(range(len(chosen)))
-        assert len(chosen) <= now.wanted and len(view.speeds) == len(chosen)
+        heirs = [w for w in chosen if now.stop or not w.leaving]
+        assert len(heirs) <= now.wanted and len(view.speeds) == len(chosen)
         survivors = [w.number for w in chosen if w.phase == "ready"]
         assert survivors == [w.number for w in chosen[: len(survivors)]]
         before = [m.worker for m in now.view.members] if now.view else []
         assert survivors == [n for n in before if n in survivors], "in their old order"
         if now.begun:
-            assert view.fresh == (not now.outlives and not survivors)
+            holders = [w for w in now.workers.values() if w.alive and w.phase == "ready"]
+            assert view.fresh == (not now.outlives and not holders)
         assert view.stop == now.stop and view.changes == now.changes
 
     def must_be_justified(self, end: Finish | GiveUp) -> None:

@@ -260,6 +260,9 @@ def _hopeless(now: Situation) -> Cause | None:
     never_worked = now.failed_starts >= MOST_FAILED_STARTS and not (now.begun and anybody)
     if ended and (never_worked or now.losses > now.limits.losses):
         return cause_of_loss(now, min(ended, key=lambda w: w.ended_s))
+    broken = [w for w in now.members() if w.broken]
+    if broken and now.losses > now.limits.losses:  # nobody died, and still it does not work
+        return cause_of_loss(now, broken[0])
     return None
 
 
@@ -377,8 +380,11 @@ def _next_view(now: Situation) -> View | None:
     enough = now.least if not now.witnesses else now.wanted + now.witnesses
     if not staying or (coming and len(survivors) < enough):
         return None
+    heirs = len(staying)
+    if now.begun and not now.outlives and not survivors:
+        staying = candidates  # only those who go hold the state: once more, to hand it over
     chosen = sorted(staying, key=lambda w: (w.phase != "ready", _old_rank(now, w), w.number))
-    return make_view(now, chosen[: now.wanted + now.witnesses])
+    return make_view(now, chosen[: now.wanted + now.witnesses + len(staying) - heirs])
 
 
 def _old_rank(now: Situation, worker: Worker) -> int:
@@ -413,7 +419,7 @@ def make_view(now: Situation, chosen: list[Worker]) -> View:
         enough=now.enough,
         saved=now.saved,
         stop=now.stop,
-        audit=now.audit,
+        audit=None if now.stop else now.audit,
     )
 
 
@@ -565,9 +571,12 @@ def cause_of_trouble(now: Situation, trouble: Trouble, before: Trouble | None = 
 def cause_of_loss(now: Situation, worker: Worker) -> Cause:
     if worker.trouble is not None:
         return cause_of_trouble(now, worker.trouble)
-    code = worker.exit.code if worker.exit is not None else 0
-    what, advice = _of_code(now, code)
-    noticed = "the host agent saw it end"
+    if worker.exit is None:
+        what, advice = "it keeps losing its connection to the others", "Look at the workers' logs."
+        noticed = "the worker itself reported it"
+    else:
+        what, advice = _of_code(now, worker.exit.code)
+        noticed = "the host agent saw it end"
     if worker.fenced is not None:
         what, advice = worker.fenced, "It was killed; its log may say what it did."
         noticed = "the supervisor's clock"

@@ -225,8 +225,8 @@ class Supervisor:
 
     def _break(self, because: str, cause: Cause | None) -> None:
         self.now.broken, self.now.running = because, False
+        self.now.losses += 1
         if cause is not None:
-            self.now.losses += 1
             if self.incident is None:  # losses during a recovery are symptoms of the same day
                 self.incident = cause, because, time.monotonic()
             self.audience.event(
@@ -469,6 +469,8 @@ class Supervisor:
             )
         for worker, why in found.guilty.items():
             now.workers[worker].wrong = f"an audit of {what} found that {why}"
+        asked_in_vain = now.stop or now.failed_starts >= membership.MOST_FAILED_STARTS
+        found = replace(found, more=found.more and not asked_in_vain)
         now.witnesses = 1 if found.more else 0
         now.audit = message.micro_batch if found.more else None
         if guilty or found.more:

@@ -498,7 +498,8 @@ class AllReduce:
     def _gather_outcomes(self, step: Tally) -> list[Bytes]:
         """Everyone's outcomes of the buffers that are merged by value, if any changed."""
         changed = self._changed(step)
-        if not changed or (step.leaves == 1 and self.world.num_ranks == 1):
+        alone = step.leaves == 1 and self.world.num_ranks == 1
+        if not changed or (alone and not self.shared):  # shared: whoever mends must find them
             return []
         size, most = packed_size(changed), max(len(r) for r in step.ranges)
         message = np.zeros(most * size, dtype=np.uint8)
