@@ -534,7 +534,8 @@ class Supervisor:
                 now.paused = True
                 return lambda: (
                     f"paused after step {max(w.step for w in now.members())}"
-                    if now.halted and not any(w.phase == "in" for w in now.members())
+                    if (now.halted or now.broken)
+                    and not any(w.phase == "in" for w in now.members())
                     else None
                 )
             case Continue():
@@ -572,7 +573,8 @@ class Supervisor:
         if view is None:
             return
         dealt = membership.deal(self.now.micro_batches, tuple(view.speeds))
-        doing = "paused" if self.now.paused and self.now.halted else "running"
+        resting = self.now.paused and not self.now.running
+        doing = "paused" if resting else "running"
         self.audience.status(
             [
                 WorkerStatus(

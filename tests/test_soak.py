@@ -1,0 +1,14 @@
+"""A short soak: runs that are disturbed from outside at moments nobody planned."""
+
+from pathlib import Path
+
+import pytest
+
+from manyhands.launch.launchers import Launcher
+from manyhands.testing.soak import choose, run_round
+
+
+@pytest.mark.parametrize("seed", [6, 7, 8])
+def test_disturbed_at_random(launcher: Launcher, tmp_path: Path, seed: int) -> None:
+    done = run_round(choose(seed), launcher, tmp_path)
+    print(f"seed {seed}: {done.disturbances}, {done.recoveries} recoveries")
