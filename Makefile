@@ -44,7 +44,7 @@ bench: setup  ## measure beside bare PyTorch
 	$(BIN)/python benchmarks/recovery.py
 
 soak: setup  ## disturb runs at random: make soak SECONDS=600
-	$(BIN)/python -m manyhands.testing.soak --seconds $(SECONDS)
+	$(BIN)/python -m tests.soak --seconds $(SECONDS)
 
 clean:  ## remove .venv and caches; runs/ stays
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -57,7 +57,7 @@ class Committed(Entry, frozen=True):
     speeds: list[float]
     """By rank; `deal` gives each rank's micro-batches from them."""
     rates: list[float | None]
-    """Learning rate of each parameter group at the end; empty when a rewind cut the range."""
+    """Learning rate of each parameter group when the view began; empty when it is not known."""
     loss: float | None
     """Of the last step; None when it is not a number, or a rewind cut the range."""
 

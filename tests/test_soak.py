@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from manyhands.launch.launchers import Launcher
-from manyhands.testing.soak import choose, run_round
+from tests.soak import choose, run_round
 
 
 @pytest.mark.parametrize("seed", [6, 7, 8])
 def test_disturbed_at_random(launcher: Launcher, tmp_path: Path, seed: int) -> None:
     done = run_round(choose(seed), launcher, tmp_path)
-    print(f"seed {seed}: {done.disturbances}, {done.recoveries} recoveries")
+    assert not done.problems, f"after {done.disturbances}, {done.recoveries} recoveries"

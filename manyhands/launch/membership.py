@@ -145,6 +145,8 @@ class Situation:
     """A micro-batch of the next step that everybody is to compute."""
     witnesses: int = 0
     """Workers beyond those wanted, because two do not agree and nobody knows who is right."""
+    unsteady: "Cause | None" = None
+    """An audit found that nobody gets the same result twice."""
 
     def members(self) -> list[Worker]:
         """Of the current view, by rank."""
@@ -243,6 +245,8 @@ def decide(now: Situation) -> Decision:
 
 def _hopeless(now: Situation) -> Cause | None:
     """A failure that trying again would not cure."""
+    if now.unsteady is not None:
+        return now.unsteady
     tried: dict[tuple[int, int | None], Trouble] = {}
     for trouble in now.troubles:
         if trouble.symptom:

@@ -3,7 +3,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import zmq
@@ -108,16 +108,7 @@ class Done:
 
 
 @dataclass(slots=True)
-class _Saving:
-    """A step that is being written by the members of one view."""
-
-    writers: frozenset[int]
-    written: dict[int, Written] = field(default_factory=dict[int, Written])
-
-
-@dataclass(slots=True)
 class _Clocks:
-    started: float
     heard: float
     phase: float
     progress: tuple[int, float]
@@ -147,8 +138,10 @@ class Supervisor:
         self.clocks: dict[int, _Clocks] = {}
         self.speeds: dict[int, float] = {}
         self.parts: dict[str, dict[int, Part]] = {}
-        self.saving: dict[tuple[int, int], _Saving] = {}
-        self.views: dict[int, View] = {}
+        self.saving: dict[tuple[int, int], dict[int, Written]] = {}
+        """(step, generation) → what its members have written of it so far."""
+        self.writers: dict[int, frozenset[int]] = {}
+        """Generation → its members."""
         self.groups: list[dict[str, Any]] = []
         self.schedule: list[str] = []
         self.first_step = 0
@@ -163,7 +156,6 @@ class Supervisor:
         self.peaks: dict[int, int] = {}
         self.testimonies: dict[int, Testimony] = {}
         self.audited = ""
-        self.hopeless: Cause | None = None
         self.poller = zmq.Poller()
         self.poller.register(switchboard.socket, zmq.POLLIN)
         self.poller.register(launcher.fileno(), zmq.POLLIN)
@@ -188,8 +180,6 @@ class Supervisor:
                 if isinstance(decision, membership.GiveUp):
                     return decision.cause
                 self._do(decision)
-            if self.hopeless is not None:
-                return self.hopeless
             self._answer_those_who_asked()
             if time.monotonic() - reported > 0.5:
                 reported = time.monotonic()
@@ -220,7 +210,7 @@ class Supervisor:
         number, now = self.next_worker, time.monotonic()
         self.next_worker += 1
         self.now.workers[number] = Worker(number)
-        self.clocks[number] = _Clocks(now, now, now, (0, now))
+        self.clocks[number] = _Clocks(now, now, (0, now))
         self.start(number)
 
     def _break(self, because: str, cause: Cause | None) -> None:
@@ -255,7 +245,7 @@ class Supervisor:
                 self.switchboard.send(worker.number, view)
                 self._phase(worker, "in" if worker.number in chosen else "left")
                 worker.broken = False
-        self.views[view.generation] = now.view = view
+        now.view, self.writers[view.generation] = view, frozenset(chosen)
         now.broken = now.halted = now.audit = None
         now.better = ()
         self.testimonies.clear()
@@ -421,17 +411,13 @@ class Supervisor:
 
     def _written(self, message: Written) -> None:
         """A step that somebody did not live to write is never whole; the next one will be."""
-        view = self.views.get(message.attempt)
-        if view is None:
-            return
         key = (message.step, message.attempt)
-        writers = frozenset(m.worker for m in view.members)
-        saving = self.saving.setdefault(key, _Saving(writers))
-        saving.written[message.worker] = message
-        if saving.written.keys() == saving.writers:
+        written = self.saving.setdefault(key, {})
+        written[message.worker] = message
+        if written.keys() == self.writers.get(message.attempt):
             del self.saving[key]
-            files = [f for w in saving.written.values() for f in w.files]
-            blocked_s = max(w.blocked_s for w in saving.written.values())
+            files = [f for w in written.values() for f in w.files]
+            blocked_s = max(w.blocked_s for w in written.values())
             self.audience.written(message.step, message.attempt, files, blocked_s)
             self.now.saved = self.now.restore = max(self.now.saved, message.step)
 
@@ -457,7 +443,7 @@ class Supervisor:
         )
         if found.hopeless:
             rank = membership.rank_of(now, message.worker)
-            self.hopeless = Cause(
+            now.unsteady = Cause(
                 rank,
                 message.worker,
                 now.workers[message.worker].pid,

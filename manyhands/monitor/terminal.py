@@ -177,7 +177,7 @@ def summary(report: Report) -> str:
         "loss": f"{report.loss:.4f}",
         **{f"held-out {name}": f"{value:.4f}" for name, value in report.scores.items()},
         "workers": str(report.workers)
-        + f" (recovered from {report.recoveries} losses)" * bool(report.recoveries),
+        + f" (losses survived: {report.recoveries})" * bool(report.recoveries),
         "speed": f"{_thousands(report.samples_per_s)} samples/s",
         "time": f"{report.seconds:.1f} s (first step after {report.first_step_s:.1f} s)",
         "peak memory": f"{report.peak_memory_bytes / 1e6:.0f} MB, all workers",

@@ -218,6 +218,8 @@ class AllReduce:
             assert found is not None, "a view that goes on follows one that began"
             replica.step, note = found
             self._take_note(note)
+            # The note may be older than a change that was made at its very step.
+            replica.change(replica.changes.get(replica.step, {}))
         while replica.step < step:
             replica.advance()
 

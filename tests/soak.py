@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +54,10 @@ class Round:
 
 @dataclass(slots=True)
 class Done:
-    disturbances: list[str] = field(default_factory=list[str])
-    recoveries: int = 0
+    disturbances: list[str]
+    recoveries: int
+    problems: list[str]
+    """Promises that were broken."""
 
 
 class Net(nn.Module):
@@ -222,7 +224,6 @@ def _is_worker(pid: int) -> bool:
 
 
 def run_round(chosen: Round, launcher: Launcher, folder: Path) -> Done:
-    """Raises AssertionError when a promise is broken."""
     calm = train(
         chosen.task,
         to=folder / "calm",
@@ -247,14 +248,18 @@ def run_round(chosen: Round, launcher: Launcher, folder: Path) -> Done:
         disturber.over.set()
         disturber.join()
     proof = ledger.check(ledger.read(run.ledger))
-    assert proof.ok, proof.problems
-    assert proof.steps == rough.step == calm.step
-    assert rough.fingerprint == calm.fingerprint, "the weights are not the calm run's"
-    assert rough.scores == calm.scores, "the scores are not the calm run's"
+    problems = list(proof.problems)
+    if not proof.steps == rough.step == calm.step:
+        problems.append(f"{proof.steps} steps in the ledger, {rough.step} done, {calm.step} due")
+    if rough.fingerprint != calm.fingerprint:
+        problems.append("the weights are not the calm run's")
+    if rough.scores != calm.scores:
+        problems.append("the scores are not the calm run's")
     left = [p.name for p in run.root.iterdir() if p.name.startswith((".rendezvous", ".control"))]
     left += [p.name for p in run.checkpoints.iterdir() if p.name.startswith(".")]
-    assert not left, f"left behind: {left}"
-    return Done(disturber.did, rough.recoveries)
+    if left:
+        problems.append(f"left behind: {left}")
+    return Done(disturber.did, rough.recoveries, problems)
 
 
 def soak(seconds: float, first_seed: int, *, rounds: int | None = None) -> int:
@@ -270,8 +275,11 @@ def soak(seconds: float, first_seed: int, *, rounds: int | None = None) -> int:
             try:
                 done = run_round(chosen, launcher, folder)
             except Exception as error:
+                done = Done([], 0, [str(error)])
+            if done.problems:
                 failed += 1
-                print(f"seed {chosen.seed}: FAILED: {error}\n  {chosen.name}\n  {folder}")
+                said = "; ".join(done.problems)
+                print(f"seed {chosen.seed}: FAILED: {said}\n  {chosen.name}\n  {folder}")
                 continue
             took = time.monotonic() - started
             print(
