@@ -1,11 +1,14 @@
 """Hands come and go, and the weights are the calm run's: every fault at every moment."""
 
+import itertools
 import json
 import os
 import signal
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Generator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -176,6 +179,56 @@ def test_an_endless_loop_in_user_code(go: Go, calm: Callable[..., str]) -> None:
     assert report.fingerprint == calm()
     (lost,) = seen(report, events.Lost)
     assert "no progress" in lost.what  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def frozen(tmp_path: Path) -> Generator[Path]:
+    """A file system on which whoever writes sits in the kernel and cannot even be killed."""
+    image, mount = tmp_path / "image", tmp_path / "disk"
+    mount.mkdir()
+    with image.open("wb") as file:
+        file.truncate(16 << 20)
+    made = [["mkfs.ext4", "-q", str(image)], ["mount", "-o", "loop", str(image), str(mount)]]
+    for command in [*made, ["fsfreeze", "-f", str(mount)]]:
+        try:
+            subprocess.run(command, check=True, capture_output=True, timeout=20)
+        except (OSError, subprocess.CalledProcessError) as error:
+            subprocess.run(["umount", "-l", str(mount)], capture_output=True, check=False)
+            pytest.skip(f"no file system can be mounted and frozen here: {error}")
+    try:
+        yield mount
+    finally:
+        subprocess.run(["fsfreeze", "-u", str(mount)], check=True)
+        subprocess.run(["umount", "-l", str(mount)], check=True)
+
+
+def test_a_worker_that_cannot_even_be_killed(
+    launcher: Launcher, tmp_path: Path, calm: Callable[..., str], frozen: Path
+) -> None:
+    """It sits in the kernel (a disk that does not answer), and nobody waits for its end."""
+    task, first, calls = make("cnn"), tmp_path / "first", itertools.count()
+    inner = task.loss
+    assert inner is not None
+
+    def writes(model: Any, batch: Any) -> Any:
+        if next(calls) > 8 and not first.exists():  # not in its first step, which may take long
+            first.touch()
+            (frozen / "notes").write_text("never written")
+        return inner(model, batch)
+
+    report = mh.train(
+        replace(task, loss=writes),
+        to=tmp_path / "run",
+        workers=3,
+        settings=[*SETTINGS, "recovery.stuck_s=1"],
+        quiet=True,
+        launcher=launcher,
+    )
+    assert report.fingerprint == calm()
+    losses = seen(report, events.Lost)
+    assert any("no progress" in lost.what for lost in losses)  # type: ignore[attr-defined]
+    stat = Path(f"/proc/{losses[0].pid}/stat").read_text()  # type: ignore[attr-defined]
+    assert stat.rpartition(")")[2].split()[0] == "D", "it was there all the time"
 
 
 def test_a_preemption_notice(go: Go, calm: Callable[..., str]) -> None:

@@ -17,9 +17,11 @@ import selectors
 import signal
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 
 import msgspec
 
@@ -64,6 +66,9 @@ decode_from_agent = msgspec.msgpack.Decoder(FromAgent).decode
 
 MAX_MESSAGE = 1 << 20
 
+UNREAPED_S = 3.0
+"""How long a killed worker may take to end before it is looked at more closely."""
+
 
 def die_with_parent() -> None:
     """Linux: be killed when the thread that started this process ends."""
@@ -77,12 +82,15 @@ class Agent:
         self.selector.register(channel, selectors.EVENT_READ)
         self.pids: dict[int, int] = {}
         """worker → process"""
+        self.condemned: dict[int, float] = {}
+        """worker → when it was killed; until its end is seen"""
+        self.written_off: set[int] = set()
 
     def serve(self) -> None:
         """Until the driver hangs up."""
         try:
             while True:
-                for key, _ in self.selector.select():
+                for key, _ in self.selector.select(1.0 if self.condemned else None):
                     if key.fileobj is not self.channel:
                         self._reap(key.data)
                         continue
@@ -90,6 +98,7 @@ class Agent:
                     if not data:
                         return
                     self._obey(decode_to_agent(data))
+                self._write_off()
         finally:
             for worker in list(self.pids):
                 self._kill(worker)
@@ -110,6 +119,7 @@ class Agent:
         """The worker and whatever it started."""
         pid = self.pids.get(worker)
         if pid is not None:
+            self.condemned.setdefault(worker, time.monotonic())
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
             with suppress(ProcessLookupError, PermissionError):
@@ -124,7 +134,23 @@ class Agent:
         _, status = os.waitpid(pid, 0)
         self._kill(worker)  # processes that the worker itself had started
         del self.pids[worker]
-        self._tell(Exit(worker, pid, os.waitstatus_to_exitcode(status)))
+        self.condemned.pop(worker, None)
+        if worker not in self.written_off:
+            self._tell(Exit(worker, pid, os.waitstatus_to_exitcode(status)))
+
+    def _write_off(self) -> None:
+        """Report those as ended who were killed and whose threads all sit in the kernel.
+
+        A thread in uninterruptible sleep (a disk that does not answer) dies when that ends, and not
+        before. It will not run another instruction of its own: a pending SIGKILL is obeyed before
+        the return from the kernel. So nothing can be stored by it any more, and nobody need wait.
+        """
+        now = time.monotonic()
+        for worker, since in list(self.condemned.items()):
+            if now - since > UNREAPED_S and _all_in_the_kernel(self.pids[worker]):
+                del self.condemned[worker]
+                self.written_off.add(worker)
+                self._tell(Exit(worker, self.pids[worker], -signal.SIGKILL))
 
     def _tell(self, message: FromAgent) -> None:
         with suppress(BrokenPipeError, ConnectionResetError):
@@ -153,6 +179,15 @@ class Agent:
                 sys.stdout.flush()
                 sys.stderr.flush()
             os._exit(code)
+
+
+def _all_in_the_kernel(pid: int) -> bool:
+    """Whether every thread is dead or in uninterruptible sleep."""
+    try:
+        stats = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    except OSError:
+        return False  # one has just ended: look again
+    return all(stat.rpartition(")")[2].split()[0] in "DZX" for stat in stats)
 
 
 def main() -> None:

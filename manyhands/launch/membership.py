@@ -15,7 +15,7 @@ notes that it did, and asks again until the answer is Wait. A worker goes throug
 | fewer workers than wanted                           | Start                                    |
 | a member is gone, or cannot go on by itself         | Break: nobody waits for it any more      |
 | Break or Halt was sent, members are still working   | Wait                                     |
-| ... all are ready, but a fenced one is not reaped   | Wait: it could still write               |
+| ... all are ready, but a fenced one has not ended   | Wait: it could still write               |
 | ... all are ready, and there are enough             | IssueView: members, speeds, changes      |
 | ... nobody survived                                 | Wait for newcomers, then IssueView       |
 | all members have left                               | Finish                                   |
