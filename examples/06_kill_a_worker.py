@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 import manyhands as mh
 from manyhands import ledger
+from manyhands.proof import check
 from manyhands.testing.faults import FaultPlan
 
 SETTINGS = ["train.batch=64", "train.micro_batch=8", "train.epochs=6"]
@@ -53,7 +54,7 @@ def main() -> None:
     assert rough.recoveries == 1 and calm.recoveries == 0
     assert rough.fingerprint == calm.fingerprint
 
-    proof = ledger.check(ledger.read(Path(rough.run) / "ledger.jsonl"))
+    proof = check(ledger.read(Path(rough.run) / "ledger.jsonl"))
     assert proof.ok, proof.problems
     for epoch in proof.epochs:
         print(f"epoch {epoch.epoch + 1}: {epoch.consumed} of {epoch.of} records, each once")

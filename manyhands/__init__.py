@@ -24,6 +24,9 @@ from manyhands.version import VERSION
 
 if TYPE_CHECKING:
     from manyhands.answers import evaluate, fingerprint
+    from manyhands.data.mapreduce.map_reduce import map_reduce
+    from manyhands.data.prepare.pipeline import prepare
+    from manyhands.data.records import prepared
     from manyhands.replaying import replay
     from manyhands.run import resume, train
 
@@ -45,6 +48,9 @@ __all__ = [
     "__version__",
     "evaluate",
     "fingerprint",
+    "map_reduce",
+    "prepare",
+    "prepared",
     "replay",
     "resume",
     "train",
@@ -53,6 +59,9 @@ __all__ = [
 _LATER = {
     "evaluate": "manyhands.answers",
     "fingerprint": "manyhands.answers",
+    "map_reduce": "manyhands.data.mapreduce.map_reduce",
+    "prepare": "manyhands.data.prepare.pipeline",
+    "prepared": "manyhands.data.records",
     "replay": "manyhands.replaying",
     "resume": "manyhands.run",
     "train": "manyhands.run",

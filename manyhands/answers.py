@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from manyhands.checkpoint.files import MODEL, read_model, read_state
+from manyhands.checkpoint.contents import MODEL
 from manyhands.checkpoint.storage import Folder, newest_good
 from manyhands.checkpoint.tensors import fingerprint as fingerprint_of
 from manyhands.config import read_toml
@@ -15,11 +15,13 @@ from manyhands.errors import RunDirError
 from manyhands.evaluate import scores
 from manyhands.finding import reload
 from manyhands.rundir import RunDir, open_run
+from manyhands.saving import load_model
 from manyhands.scoring import evaluation_of, my_batches
 from manyhands.task import Task
 from manyhands.train.memory import Memory
 from manyhands.train.seeds import seed_everything
 from manyhands.train.state import Replica, build_model
+from manyhands.world import World
 
 
 def evaluate(
@@ -32,7 +34,7 @@ def evaluate(
     loaded, notes = reload(folder, task)
     for note in notes:
         warnings.warn(note, stacklevel=2)
-    _, held_out = open_data(loaded.task.data, loaded.task.held_out)
+    _, held_out = open_data(loaded.task.data, loaded.task.held_out, fold=config.data.fold)
     if held_out is None:
         raise RunDirError(f"the task of {folder.root} has no held-out records to evaluate on.")
     threads = torch.get_num_threads()
@@ -43,10 +45,8 @@ def evaluate(
         assert loaded.task.optimizer is not None
         cpu = torch.device("cpu")
         replica = Replica(model, loaded.task.optimizer(model), None, Memory(None), cpu)
-        where = folder.step(chosen)
-        replica.load(read_model(where), where=str(where))
-        replica.buffers.load(read_state(where)[0])
-        batches = my_batches(held_out, config, 0, 1, cpu)
+        load_model(replica, folder.step(chosen))
+        batches = my_batches(held_out, config, World(0, 1), cpu)
         evaluation = evaluation_of(loaded.task, config)
         return scores.combine(evaluation, scores.measure(evaluation, model, batches))
     finally:

@@ -196,8 +196,18 @@ class RecoveryConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig:
+    fold: int | None = None
+    """Of data that was prepared with folds: which one is held out, from 0."""
+
+    def __post_init__(self) -> None:
+        _at_least("data", "fold", self.fold, 0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
+    data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig | None = None
     """Left out: only the last step is saved."""
     evaluate: EvaluateConfig | None = None
@@ -226,6 +236,7 @@ _INSTEAD = {"train.steps": "epochs", "train.epochs": "steps"}
 
 SECTIONS: dict[str, type] = {
     "train": TrainConfig,
+    "data": DataConfig,
     "checkpoint": CheckpointConfig,
     "evaluate": EvaluateConfig,
     "log": LogConfig,

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The driver's desk: everything the supervisor reports is dealt with here.
 
-Events are written, checkpoints committed and deleted, scores judged, the display and the status
-file kept up to date; and at the end a report, a verdict or a word about how to resume.
+Events are passed on to whoever is told of them (telling.py), the ledger is kept, checkpoints are
+committed and deleted, scores judged; and at the end there is a report, a verdict or a word about
+how to resume.
 """
 
 import os
@@ -17,23 +18,22 @@ from typing import Any
 import msgspec
 
 from manyhands import events, ledger
-from manyhands.checkpoint.files import MODEL
+from manyhands.checkpoint.contents import MODEL
 from manyhands.checkpoint.storage import FileRecord, Folder, Manifest, to_delete
 from manyhands.checkpoint.tensors import fingerprint
 from manyhands.config import RunConfig, live_settings
 from manyhands.errors import ConfigError, Interrupted, RequestError, RunFailed
 from manyhands.evaluate.progress import best_step, should_stop
-from manyhands.launch.membership import Cause
+from manyhands.launch.audience import Done, Incident, WorkerStatus
 from manyhands.launch.messages import Beat, SavedFile, Settings, View
-from manyhands.launch.supervisor import Done, Incident, WorkerStatus
-from manyhands.monitor.terminal import Display, Progress, display
-from manyhands.monitor.writers import CsvWriter, TensorBoardWriter, Writer
+from manyhands.monitor.terminal import Progress
 from manyhands.plan.planner import Plan
 from manyhands.report import Report
 from manyhands.rundir import RunDir, write_whole
 from manyhands.task import Loaded
+from manyhands.telling import Speed, Telling
 from manyhands.testing.faults import FaultPlan
-from manyhands.verdict import Verdict, explain
+from manyhands.verdict import Cause, Verdict, explain
 
 OnStep = Callable[[events.Stepped], object]
 
@@ -70,17 +70,13 @@ class Desk:
         self.config = job.config.with_settings(live)
         """With the changes that were made while training."""
         self.groups: list[dict[str, Any]] = []
+        self.schedule: list[str] = []
         self.losses: dict[int, float] = {}
         self.incidents = 0
         self.doing = "running"
         self.storage = Folder(job.run)
-        self.log = events.EventLog(job.run.events)
-        self.loss_log = events.LossLog(job.run.losses)
-        self.display: Display = display(quiet=job.quiet)
-        self.writers = _writers(job)
-        self.first_step_s = 0.0
-        self.first_beat: tuple[float, int] | None = None
-        self.last_beat: tuple[float, int] = (started, 0)
+        self.telling = Telling(job.run, job.config.log, quiet=job.quiet)
+        self.speed = Speed()
         self.state = "running"
         self.status_of: list[WorkerStatus] = []
         self.first_step = first_step
@@ -101,7 +97,7 @@ class Desk:
         verb = f"resuming at step {first_step}" if first_step else "training"
         title = f"{verb} in {job.run.root}"
         lines = [title, *(f"  {line}" for line in made.lines())]
-        self._show(lambda display: display.note("\n".join(lines)))
+        self.telling.note("\n".join(lines))
         self.event(
             events.Started(
                 step=first_step,
@@ -112,37 +108,20 @@ class Desk:
             )
         )
 
-    def _show(self, what: Callable[[Display], None]) -> None:
-        """A terminal that was closed, or a pipe nobody reads, is no reason to stop training."""
-        with suppress(OSError, SystemExit):  # rich makes the latter of a broken pipe
-            what(self.display)
-
     # ---- what the supervisor tells
 
     def event(self, event: events.AnyEvent) -> None:
-        self.log.write(event)
-        self._show(lambda display: display.event(event))
-        for writer in self.writers:
-            with suppress(OSError):  # as with the diary: saving will tell of a full disk
-                writer.write(event)
+        self.telling.event(event)
 
     def beat(self, beat: Beat) -> None:
-        self.loss_log.write(beat.losses)
+        self.telling.losses(beat.losses)
         if beat.loss is None:
             return
-        now = time.time()
-        if self.first_beat is None:
-            self.first_beat, self.first_step_s = (now, beat.records), now - self.started
-            self.last_beat = self.first_beat  # what came before was start-up, not training
-        then, before = self.last_beat
-        if beat.records > before and now > then:
-            speed = (beat.records - before) / (now - then)
-            old = self.progress.samples_per_s
-            self.progress.samples_per_s = speed if not old else 0.8 * old + 0.2 * speed
-            self.last_beat = (now, beat.records)
+        self.speed.measure(beat.records)
+        self.progress.samples_per_s = self.speed.lately
         self.progress.step, self.progress.loss = beat.step, beat.loss
         self.losses = {beat.step: beat.loss}
-        self._show(lambda display: display.progress(self.progress))
+        self.telling.progress(self.progress)
         for record in beat.steps:
             event = events.Stepped(
                 step=record.step,
@@ -161,8 +140,10 @@ class Desk:
         self.progress.workers = len(workers)
         self._write_status()
 
-    def begun(self, view: View, step: int, groups: list[dict[str, Any]]) -> None:
-        self.groups = groups
+    def begun(
+        self, view: View, step: int, groups: list[dict[str, Any]], schedule: list[str]
+    ) -> None:
+        self.groups, self.schedule = groups, schedule
         workers = [m.worker for m in view.members]
         self.book.begin(step, view.generation, workers, view.speeds)
         self.progress.workers = len(workers)
@@ -180,17 +161,17 @@ class Desk:
         self.config = self.config.with_settings(live_settings(changes))
         self.event(events.Changed(step=step, settings=changes))
 
-    def objection(
-        self, changes: Settings, groups: list[dict[str, Any]], schedule: list[str]
-    ) -> str | None:
-        known = {key: value for group in groups for key, value in group.items()}
+    def objection(self, changes: Settings) -> str | None:
+        if not self.groups:
+            return "training has not begun yet; try again in a moment"
+        known = {key: value for group in self.groups for key, value in group.items()}
         for name, value in changes.items():
             if "." not in name:
                 if name not in known or name == "initial_lr":
                     return f"the optimizer has no '{name}'; it has {', '.join(sorted(known))}."
                 if not isinstance(value, bool | int | float | list):
                     return f"{name} = {value!r} is not a number."
-                odd = [kind for kind in schedule if kind in ("OneCycleLR", "CyclicLR")]
+                odd = [kind for kind in self.schedule if kind in ("OneCycleLR", "CyclicLR")]
                 if name == "lr" and odd:
                     return f"{odd[0]} has no base rate that could be changed while it goes on."
         try:
@@ -220,7 +201,7 @@ class Desk:
             went_on_at=incident.step,
             recomputed=incident.recomputed,
         )
-        self._show(lambda display: display.note(verdict.page()))
+        self.telling.note(verdict.page())
         with suppress(OSError):
             encoded = msgspec.json.format(msgspec.json.encode(verdict))
             write_whole(self.job.run.verdict, encoded, durable=False)
@@ -235,7 +216,8 @@ class Desk:
 
     def scored(self, step: int, scores: dict[str, float]) -> str | None:
         self.event(events.Evaluated(step=step, scores=dict(scores)))
-        self.history = [h for h in self.history if h[0] != step] + [(step, scores)]
+        # A run that went back to a checkpoint scores again what it had scored before.
+        self.history = [h for h in self.history if h[0] < step] + [(step, scores)]
         self._retain()
         evaluate = self.job.config.evaluate
         if evaluate is None:
@@ -309,8 +291,8 @@ class Desk:
             workers=self.progress.workers,
             recoveries=self.incidents,
             seconds=seconds,
-            samples_per_s=self._mean_speed(),
-            first_step_s=self.first_step_s,
+            samples_per_s=self.speed.mean(),
+            first_step_s=(self.speed.first_at or self.started) - self.started,
             peak_memory_bytes=done.peak_memory_bytes,
         )
         write_whole(self.job.run.report, msgspec.json.format(msgspec.json.encode(report)))
@@ -320,12 +302,6 @@ class Desk:
             )
         )
         return report
-
-    def _mean_speed(self) -> float:
-        if self.first_beat is None:
-            return 0.0
-        (then, before), (now, records) = self.first_beat, self.last_beat
-        return (records - before) / (now - then) if now > then else self.progress.samples_per_s
 
     def fail(self, cause: Cause) -> RequestError | RunFailed:
         """Write the verdict down; returns the error to raise."""
@@ -357,42 +333,15 @@ class Desk:
         if self.state == "running":
             self.state = "failed"
         self._write_status()
-        self._show(lambda display: display.close())
-        self.log.close()
-        self.loss_log.close()
+        self.telling.close()
         self.book.ledger.close()
-        for writer in self.writers:
-            with suppress(OSError):
-                writer.close()
         for path in self.job.run.root.glob(".rendezvous-*"):
             path.unlink(missing_ok=True)
 
     def _write_status(self) -> None:
-        if self.state == "forgotten":
-            return
-        status = {
-            "state": self.doing if self.state == "running" else self.state,
-            "step": self.progress.step,
-            "total_steps": self.progress.total_steps,
-            "loss": self.progress.loss,
-            "samples_per_s": self.progress.samples_per_s,
-            "pid": os.getpid(),
-            "host": platform.node(),
-            "time": time.time(),
-            "workers": self.status_of,
-        }
-        with suppress(OSError):
-            encoded = msgspec.json.format(msgspec.json.encode(status))
-            write_whole(self.job.run.status, encoded, durable=False)
-
-
-def _writers(job: Job) -> list[Writer]:
-    writers: list[Writer] = []
-    if job.config.log.csv:
-        writers.append(CsvWriter(job.run.metrics))
-    if job.config.log.tensorboard:
-        writers.append(TensorBoardWriter(job.run.tensorboard))
-    return writers
+        if self.state != "forgotten":
+            state = self.doing if self.state == "running" else self.state
+            self.telling.status(state, self.progress, self.status_of)
 
 
 def drivers_fault(error: OSError, step: int) -> Cause:

@@ -7,10 +7,12 @@
     │   ├── TaskError             the task, or the file that should define it
     │   ├── RunDirError           a run folder that is missing, taken or of another kind
     │   ├── CheckpointMismatch    a checkpoint of another model
+    │   ├── DataError             raw records, or what was asked to be done with them
     │   └── OptimizerRefused      an optimizer that cannot be shared out
     ├── TrainError                trouble while running; exit code 1
     │   ├── LossNotFinite         a loss became NaN or infinite
     │   ├── UnevenBuffer          a model's buffer that no merge rule fits
+    │   ├── DataDamaged           prepared data that is not what was written
     │   ├── CheckpointDamaged     bytes on disk are not the bytes that were written
     │   └── Broken                this worker was told to stop waiting
     │       └── AuditMismatch     two workers computed the same micro-batch differently
@@ -48,8 +50,16 @@ class CheckpointMismatch(RequestError):
     """Weights that belong to another model."""
 
 
+class DataError(RequestError):
+    """Raw records that cannot be read, or a way of preparing them that makes no sense."""
+
+
 class TrainError(ManyhandsError):
     """Trouble while running. Exit code 1, with a verdict."""
+
+
+class DataDamaged(TrainError):
+    """Prepared data that is missing, shorter than it was, or not the bytes that were written."""
 
 
 class LossNotFinite(TrainError):

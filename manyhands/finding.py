@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import torch
 
-from manyhands.checkpoint.files import MODEL
+from manyhands.checkpoint.contents import MODEL
 from manyhands.checkpoint.storage import Folder, newest_good
 from manyhands.config import RunConfig, read_toml, to_toml
 from manyhands.data.records import Records, open_data, sampled_digest
@@ -65,7 +65,8 @@ def reload(run: RunDir, task: Task | None) -> tuple[Loaded, list[str]]:
         loaded = load_task(source)
         if loaded.sha256 != note.sha256:
             notes.append(f"{source} has changed since the run began; results may differ")
-    records, _ = open_data(loaded.task.data, loaded.task.held_out)
+    fold = read_toml(run.config)[0].data.fold
+    records, _ = open_data(loaded.task.data, loaded.task.held_out, fold=fold)
     if sampled_digest(records) != note.data:
         notes.append("the training data is not what the run began with; results may differ")
     for name, version in _versions().items():

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from manyhands import events, ledger
-from manyhands.checkpoint.files import MODEL
+from manyhands.checkpoint.contents import MODEL
 from manyhands.checkpoint.storage import Folder
 from manyhands.checkpoint.tensors import fingerprint
 from manyhands.config import CheckpointConfig, RunConfig, read_toml
@@ -22,6 +22,7 @@ from manyhands.desk import Job
 from manyhands.errors import CheckpointDamaged, RequestError
 from manyhands.finding import reload
 from manyhands.launch.launchers import Launcher, open_launcher
+from manyhands.proof import check
 from manyhands.run import drive
 from manyhands.rundir import RunDir, open_run
 from manyhands.task import Task
@@ -102,7 +103,7 @@ def replay(
 
 
 def _steps_done(run: RunDir) -> int:
-    return ledger.check(ledger.read(run.ledger)).steps
+    return check(ledger.read(run.ledger)).steps
 
 
 def _nearest(run: RunDir, step: int) -> int:

@@ -36,28 +36,19 @@ from manyhands.finding import (
 from manyhands.launch import shipping
 from manyhands.launch.control import Control
 from manyhands.launch.launchers import Launcher, open_launcher
-from manyhands.launch.membership import Cause, Limits, Situation
+from manyhands.launch.people import People
+from manyhands.launch.situation import Limits, Situation
 from manyhands.launch.supervisor import Supervisor
 from manyhands.launch.wire import Switchboard
-from manyhands.ledger import (
-    Book,
-    Changed,
-    Committed,
-    Ledger,
-    Opened,
-    Rewound,
-    changes_after,
-    journal_of,
-    opening,
-    read,
-)
+from manyhands.ledger import Book, Opened, journal_of, new_book, old_book
+from manyhands.orders import Orders
 from manyhands.plan.planner import Plan, plan, read_workers
 from manyhands.report import Report
 from manyhands.rundir import RunDir, locked, new_run_path, open_run, write_whole
 from manyhands.task import Task
 from manyhands.testing.faults import FaultPlan
 from manyhands.train.collective.shared import MOST_RANKS
-from manyhands.worker import Orders
+from manyhands.verdict import Cause
 from manyhands.world import usable_cores
 
 
@@ -139,7 +130,9 @@ def _again(folder: RunDir, task: Task | None, settings: Sequence[str]) -> tuple[
 def drive(job: Job, launcher: Launcher, *, resume: int | None) -> Report:
     """Train from the beginning, or from a saved step of the run."""
     started = time.time() if launcher.used else launcher.born
-    records, held_out = open_data(job.loaded.task.data, job.loaded.task.held_out)
+    records, held_out = open_data(
+        job.loaded.task.data, job.loaded.task.held_out, fold=job.config.data.fold
+    )
     check_criteria(job.config, job.loaded.task, held_out)
     made = plan(
         job.config.train,
@@ -187,37 +180,12 @@ def drive(job: Job, launcher: Launcher, *, resume: int | None) -> Report:
 
 
 def _book(job: Job, records: int, resume: int | None) -> tuple[Book, int]:
-    """The ledger, opened or gone on with; and the number of the next worker.
-
-    Workers are numbered for the life of a run, through all its resumes.
-    """
+    """The ledger, opened or gone on with; and the number of the next worker."""
     train, path = job.config.train, job.run.ledger
     opened = Opened(records, train.batch, train.micro_batch_size, train.seed)
     if resume is None:
-        ledger = Ledger(path)
-        ledger.write(opened, durable=True)
-        book = Book(ledger, opened)
-        book.changes = [Changed(step, settings) for step, settings in job.changes.items()]
-        return book, 0
-    entries = read(path)
-    before = opening(entries)
-    if before != opened:
-        raise RunDirError(
-            f"{job.run.root} was begun with {before}, but now there are {opened}: its ledger "
-            "cannot be gone on with. Start a new run with train.start_from instead."
-        )
-    ledger = Ledger(path)
-    ledger.write(Rewound(resume))
-    for change in changes_after(entries, resume + 1):  # they will be in force again, at their steps
-        ledger.write(change)
-    ledger.sync()
-    numbers = [n for e in entries if isinstance(e, Committed) for n in e.workers]
-    book = Book(ledger, opened)
-    book.changes = [
-        Changed(c.step, {k: v for k, v in c.settings.items() if k not in job.given})
-        for c in changes_after(entries, 0)
-    ]
-    return book, max(numbers, default=-1) + 1
+        return new_book(path, opened, job.changes), 0
+    return old_book(path, opened, resume, job.given)
 
 
 def _work(
@@ -239,15 +207,15 @@ def _work(
         launcher.start(worker, msgspec.msgpack.encode(mine), job.run.log(worker))
 
     try:
+        situation = _situation(job, launcher, desk, made, resume)
         supervisor = Supervisor(
             launcher,
             switchboard,
             desk,
-            _situation(job, launcher, desk, made, resume),
+            situation,
+            people=People(situation, desk, control, room=_room(job, launcher, made)),
             start=start,
             first_worker=first_worker,
-            wanted=_room(job, launcher, made),
-            control=control,
         )
         return _supervise(supervisor, launcher, desk)
     finally:
@@ -301,7 +269,7 @@ def _room(job: Job, launcher: Launcher, made: Plan) -> Callable[[], int] | None:
 def _supervise(supervisor: Supervisor, launcher: Launcher, desk: Desk) -> Report:
     """Until the run is over. Nothing of it is alive any more when its end is told."""
     try:
-        with _asked_to_stop() as supervisor.stop_asked:
+        with _asked_to_stop() as supervisor.people.stop_asked:
             outcome = supervisor.run()
         launcher.stop()
         if isinstance(outcome, Cause):

@@ -11,9 +11,13 @@ from manyhands.config import RunConfig
 from manyhands.data.feed import held_out_batches, on_device
 from manyhands.data.records import Records
 from manyhands.evaluate import scores
+from manyhands.launch.messages import Part, Scored
+from manyhands.launch.wire import Line
 from manyhands.task import Task
 from manyhands.train import leaf
 from manyhands.train.seeds import seed_everything
+from manyhands.train.state import Replica
+from manyhands.world import World
 
 
 def evaluation_of(task: Task, config: RunConfig) -> scores.Evaluation:
@@ -29,13 +33,41 @@ def evaluation_batch(config: RunConfig) -> int:
 
 
 def my_batches(
-    held_out: Records, config: RunConfig, rank: int, ranks: int, device: torch.device
+    held_out: Records, config: RunConfig, world: World, device: torch.device
 ) -> Iterator[tuple[int, int, Any]]:
     """The batches that this rank scores: contiguous, near equal in number."""
-    size = evaluation_batch(config)
+    size, rank, ranks = evaluation_batch(config), world.rank, world.num_ranks
     count = math.ceil(len(held_out) / size)
     mine: Iterable[int] = range(count * rank // ranks, count * (rank + 1) // ranks)
     batches = held_out_batches(
         held_out, batch=size, indices=mine, seed=config.train.seed, seeder=seed_everything
     )
     return ((i, n, on_device(b, device)) for i, n, b in batches)
+
+
+def score_together(
+    evaluation: scores.Evaluation,
+    replica: Replica,
+    batches: Iterable[tuple[int, int, Any]],
+    line: Line,
+    *,
+    leads: bool,
+) -> str | None:
+    """Score the held-out records with the other workers; returns the reason to stop, if any."""
+    replica.buffers.show()
+    results = scores.measure(evaluation, replica.model, _watched(batches, line))
+    step, pulse = replica.step, line.pulse
+    round = f"evaluate-{step}"
+    line.send(Part(worker=pulse.worker, round=round, payload=scores.encode(results)))
+    if leads:
+        found = scores.combine(evaluation, scores.decode(line.reply(round).parts))
+        line.send(pulse.beat())  # the steps before the scores of the last of them
+        line.send(Scored(step=step, round=f"scores-{step}", scores=found))
+    return line.reply(f"scores-{step}").stop
+
+
+def _watched(batches: Iterable[tuple[int, int, Any]], line: Line) -> Iterator[tuple[int, int, Any]]:
+    for batch in batches:
+        line.stop_if_broken()
+        yield batch
+        line.pulse.progress += 1

@@ -44,7 +44,8 @@ class Task:
     """`schedule(optimizer)`: a learning-rate scheduler, stepped once per optimizer step."""
 
     data: Any = None
-    """A dict of tensors or arrays with one row per record, or a map-style Dataset."""
+    """A dict of tensors or arrays with one row per record, a map-style Dataset, or a prepared
+    folder (its path, or `mh.prepared(...)`)."""
 
     held_out: Any = None
     """Likewise, for scores; or a fraction of `data`, set aside by a fixed shuffle."""
@@ -68,7 +69,9 @@ class Task:
             if getattr(self, name) is not None and not callable(getattr(self, name)):
                 raise TaskError(f"Task: {name} is not a function. See docs/task.md.")
         if self.data is None:
-            raise TaskError("Task: data is missing; give a dict of tensors or a Dataset.")
+            raise TaskError(
+                "Task: data is missing; give a dict of tensors, a Dataset or a prepared folder."
+            )
         if self.scores and self.predict is None:
             raise TaskError(
                 "Task: scores need predict=lambda model, batch: (predictions, targets)."

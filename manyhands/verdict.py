@@ -3,49 +3,39 @@
 
 import errno
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
 
-class CauseLike(Protocol):
-    """What membership decided was the first cause."""
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """What a cause and a verdict both say: who failed, where and why."""
 
-    @property
-    def rank(self) -> int | None: ...
-    @property
-    def pid(self) -> int: ...
-    @property
-    def host(self) -> str: ...
-    @property
-    def step(self) -> int: ...
-    @property
-    def what(self) -> str: ...
-    @property
-    def detail(self) -> str: ...
-    @property
-    def advice(self) -> str: ...
-    @property
-    def noticed_by(self) -> str: ...
-    @property
-    def micro_batch(self) -> int | None: ...
-    @property
-    def records(self) -> tuple[int, ...]: ...
-
-
-class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    run: str
     rank: int | None
     """None: the driver."""
     pid: int
     host: str
     step: int
     what: str
-    detail: str
-    advice: str
-    noticed_by: str
-    micro_batch: int | None
-    records: tuple[int, ...]
+    detail: str = ""
+    advice: str = ""
+    noticed_by: str = ""
+    micro_batch: int | None = None
+    records: tuple[int, ...] = ()
+    """Those of the micro-batch that was in work."""
+
+
+class Cause(Failure, frozen=True, kw_only=True):
+    """The first cause of a failure."""
+
+    worker: int
+    request: bool = False
+    """The request was wrong, not the run."""
+
+
+class Verdict(Failure, frozen=True, kw_only=True):
+    """A cause, and what came of it."""
+
+    run: str
     log: str
     saved: int | None
     """The newest committed step."""
@@ -59,22 +49,9 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """Micro-batches, at the most."""
 
     @classmethod
-    def of(cls, cause: CauseLike, *, run: str, log: str, saved: int | None) -> "Verdict":
-        return cls(
-            run=run,
-            rank=cause.rank,
-            pid=cause.pid,
-            host=cause.host,
-            step=cause.step,
-            what=cause.what,
-            detail=cause.detail,
-            advice=cause.advice,
-            noticed_by=cause.noticed_by,
-            micro_batch=cause.micro_batch,
-            records=cause.records,
-            log=log,
-            saved=saved,
-        )
+    def of(cls, cause: Cause, *, run: str, log: str, saved: int | None) -> "Verdict":
+        known = {name: getattr(cause, name) for name in Failure.__struct_fields__}
+        return cls(**known, run=run, log=log, saved=saved)
 
     def page(self) -> str:
         """For a terminal; the most important line first."""

@@ -14,26 +14,20 @@ import os
 import pdb
 import signal
 import threading
-import time
 import traceback
-from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 
-from manyhands import errors
-from manyhands.checkpoint import files
-from manyhands.checkpoint.saver import Saver
-from manyhands.checkpoint.storage import FileRecord, Folder
-from manyhands.checkpoint.tensors import decode
-from manyhands.config import RunConfig, live_settings
-from manyhands.data.feed import Feed, on_device
-from manyhands.data.records import Records, open_data, sampled_digest
-from manyhands.deal import Cut, MicroBatch, steps_per_epoch
-from manyhands.evaluate import scores
+from manyhands import comparing, errors, saving
+from manyhands.checkpoint.saver import Content
+from manyhands.config import live_settings
+from manyhands.data.feed import Feed
+from manyhands.data.records import open_data
 from manyhands.launch import shipping
 from manyhands.launch.messages import (
     Begun,
@@ -43,68 +37,25 @@ from manyhands.launch.messages import (
     Notice,
     Part,
     Ready,
-    Reply,
-    SavedFile,
-    Scored,
     Testimony,
-    Trouble,
     View,
-    Written,
 )
-from manyhands.launch.pulse import Pulse, Waiting
-from manyhands.launch.wire import Keys, Line
+from manyhands.launch.pulse import Pulse
+from manyhands.launch.wire import Line
+from manyhands.orders import Orders
 from manyhands.rundir import RunDir
-from manyhands.scoring import evaluation_of, my_batches
-from manyhands.task import Task, user_traceback
-from manyhands.testing.faults import Fault, FaultPlan
+from manyhands.scoring import evaluation_of, my_batches, score_together
+from manyhands.task import Task
+from manyhands.testing.faults import Fault
 from manyhands.train import leaf, loop, strategies, suspects
+from manyhands.train.groups import groups_to_json, kinds_of
 from manyhands.train.memory import Memory
-from manyhands.train.optim import (
-    Entry,
-    groups_to_json,
-    how_to_cut,
-    kinds_of,
-    restore,
-    schedule_to_json,
-    without_dynamo,
-)
+from manyhands.train.optim import without_dynamo
 from manyhands.train.seeds import seed_everything
-from manyhands.train.state import Replica, build_model
+from manyhands.train.state import Replica
 from manyhands.train.sync.contract import Place, StepFacts
-from manyhands.verdict import explain
+from manyhands.watching import WatchedFeed, trouble_of
 from manyhands.world import World, machine, peak_memory_bytes
-
-
-class Orders(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything a worker needs to know before it can ask."""
-
-    worker: int
-    """Its number, for the life of the run."""
-    order: int = 0
-    """It is the n-th that this driver has started."""
-    keys: Keys | None
-    """How to reach the supervisor; filled in last."""
-    run: str
-    config: RunConfig
-    collective: str
-    parcel: shipping.Parcel
-    task_fd: int
-    state_fd: int
-    steps: int
-    start_from: str | None = None
-    """A safetensors file to take the first weights from."""
-    log_every: int = 10
-    debug: tuple[int, int] | None = None
-    """Stop in a debugger at this micro-batch: (step, index)."""
-    faults: FaultPlan = FaultPlan()
-
-
-class Built(msgspec.Struct, frozen=True):
-    """What a worker's model looks like, for comparing."""
-
-    layout: str
-    marks: dict[str, int]
-    data: str
 
 
 def main(orders: bytes) -> int:
@@ -128,9 +79,8 @@ class Hand:
         self.run = RunDir(Path(orders.run))
         self.pulse = Pulse(orders.worker, log_every=orders.log_every)
         assert orders.keys is not None
-        self.line = Line(orders.keys, orders.worker, self.pulse.beat)
-        self.waiting = Waiting(self.pulse, self.line.broken)
-        self.saver = Saver(Folder(self.run), self._tell_written, self._progress)
+        self.line = Line(orders.keys, self.pulse)
+        self.saver = saving.saver(self.run, self.line, self.moment)
         self.world = World(0, 1)
         self.because = "all steps are done"
         self.scored_at = self.saved_at = self.logged = -1
@@ -172,22 +122,22 @@ class Hand:
         train = self.config.train
         self.task: Task = shipping.unpack(self.orders.parcel, self.orders.task_fd)
         task = self.task
-        assert task.loss is not None and task.optimizer is not None
+        assert task.loss is not None
         self.loss: leaf.LossFn = task.loss if self.orders.debug is None else self._debugged
         self.device = strategies.choose_device(train, self.orders.worker)
         memory = Memory(self.orders.state_fd if self.orders.collective == "shared" else None)
-        seed_everything(train.seed, "model")
-        model = build_model(task.model).to(self.device).train()
-        optimizer = task.optimizer(model)
-        schedule = task.schedule(optimizer) if task.schedule else None
-        if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
-            raise errors.TaskError(
-                "Task: ReduceLROnPlateau wants a score at every step; use a schedule that does not."
-            )
-        self.replica = Replica(model, optimizer, schedule, memory, self.device)
-        self.marks = suspects.marks(self.replica.parameters)
-        records, self.held_out = open_data(task.data, task.held_out)
-        self.feed = WatchedFeed(self._feed(records), self)
+        self.replica = strategies.replica(task, train, memory, self.device)
+        records, self.held_out = open_data(task.data, task.held_out, fold=self.config.data.fold)
+        self.built = comparing.describe(self.replica, records)
+        feed = Feed(
+            records,
+            seed=train.seed,
+            batch=train.batch,
+            micro_batch=train.micro_batch_size,
+            seeder=seed_everything,
+        )
+        drag = partial(self.orders.faults.drag, self.orders.order)
+        self.feed = WatchedFeed(feed, self.line, self.device, self.moment, drag)
         self.sync = strategies.strategy(
             train,
             self.replica,
@@ -198,11 +148,11 @@ class Hand:
                 memory,
                 device=self.device,
                 rendezvous=self.run.root / ".rendezvous",
-                patience=self.waiting,
+                patience=self.line.waiting,
             ),
             heard=self.line.heard,
             moment=self.moment,
-            auditor=self,
+            auditor=comparing.Recheck(self.replica, self.feed, self.loss, train),
         )
 
     def _debugged(self, model: torch.nn.Module, batch: Any) -> Any:
@@ -212,37 +162,17 @@ class Hand:
             return self.task.loss(model, batch)
         return pdb.Pdb(nosigint=True).runcall(self.task.loss, model, batch)
 
-    def _feed(self, records: Records) -> Feed:
-        train = self.config.train
-        return Feed(
-            records,
-            seed=train.seed,
-            batch=train.batch,
-            micro_batch=train.micro_batch_size,
-            seeder=seed_everything,
-        )
-
     # ---- join
 
     def hello(self) -> None:
-        built = Built(
-            layout=self.replica.layout.digest,
-            marks=self.marks,
-            data=sampled_digest(self.feed.feed.records),
-        )
+        host = machine().host
         self.line.send(
-            Hello(
-                worker=self.orders.worker,
-                pid=os.getpid(),
-                host=machine().host,
-                built=msgspec.msgpack.encode(built),
-            )
+            Hello(worker=self.orders.worker, pid=os.getpid(), host=host, built=self.built)
         )
 
     def next_view(self) -> View | None:
         """Wait for a place; None: there is none for this worker any more."""
-        with self.waiting:
-            view = self.line.next_view()
+        view = self.line.next_view()
         return view if view.rank_of(self.orders.worker) is not None else None
 
     def join(self, view: View) -> None:
@@ -257,9 +187,7 @@ class Hand:
         self.moment("regroup")
         place = Place(self.world, view.generation, tuple(view.speeds))
         if view.fresh:
-            self.restore(view.restore)
-            entries = self._saved_entries if view.restore is not None else None
-            place = dataclasses.replace(place, fresh=view.restore or 0, entries=entries)
+            place = self._restored(place, view.restore)
         if self.orders.collective not in ("shared", "none"):
             self._meet()
         self.sync.regroup(place)
@@ -275,15 +203,25 @@ class Hand:
             kinds = kinds_of(self.replica.schedule)
             self.line.send(Begun(step=self.replica.step, groups=groups, schedule=kinds))
         if view.changes:  # journalled before any of us may use them
-            self.reply(f"go-{view.generation}")
+            self.line.reply(f"go-{view.generation}")
         if view.audit is not None:
             self._testify(view.audit)
+
+    def _restored(self, place: Place, step: int | None) -> Place:
+        """Begin with a committed step of this run, another run's weights, or the task's own."""
+        if step is None:
+            if self.orders.start_from is not None:
+                saving.load_weights(self.replica, self.orders.start_from)
+            return dataclasses.replace(place, fresh=0)
+        folder = self.run.step(step)
+        saving.load_all(self.replica, folder)
+        return dataclasses.replace(place, fresh=step, entries=partial(saving.entries_of, folder))
 
     def _meet(self) -> None:
         """Torch's groups wait long for a member who does not come; so first see that all do."""
         round = f"meet-{self.view.generation}"
         self.line.send(Part(worker=self.orders.worker, round=round, payload=b"", to_all=True))
-        self.reply(round)
+        self.line.reply(round)
 
     def _testify(self, index: int) -> None:
         """Compute a micro-batch of the next step twice, for the supervisor to compare."""
@@ -293,25 +231,7 @@ class Hand:
         self.line.send(
             Testimony(worker=self.orders.worker, step=cut.step, micro_batch=index, digests=digests)
         )
-        self.reply(f"judged-{self.view.generation}")
-
-    def index(self, cut: Cut) -> int | None:
-        """Which micro-batch of a step is computed by two workers, if any."""
-        every = self.config.train.audit_every
-        if every is None or self.world.num_ranks < 2 or (cut.step + 1) % every:
-            return None
-        return (cut.step + 1) // every % len(cut.sizes)
-
-    def again(self, cut: Cut, index: int) -> leaf.Leaf:
-        (micro_batch,) = self.feed.feed.micro_batches(cut, [index])
-        train = self.config.train
-        return leaf.compute(
-            self.replica.model,
-            self.feed.placed(micro_batch),
-            self.loss,
-            seed=train.seed,
-            precision=train.precision,
-        )
+        self.line.reply(f"judged-{self.view.generation}")
 
     def configure(self) -> None:
         """Settings that have changed since the run began, and are not the optimizer's."""
@@ -322,70 +242,13 @@ class Hand:
         if self.orders.log_every != 1:  # somebody watches every step
             self.pulse.log_every = self.config.log.every_steps
 
-    def reply(self, round: str) -> Reply:
-        with self.waiting:
-            return self.line.reply(round)
-
     def _compare(self, view: View) -> None:
-        """Every worker must have built the same model; say what may make results differ."""
-        others = [msgspec.msgpack.decode(b, type=Built) for b in view.built]
-        for rank, other in enumerate(others):
-            if other.layout != others[0].layout:
-                raise errors.TaskError(
-                    f"the model that rank {rank} built has other tensors than rank 0's. A model "
-                    "must not depend on the process that builds it, or on randomness of its own."
-                )
-            if other.data != others[0].data:
-                raise errors.TaskError(
-                    f"rank {rank} has other data than rank 0. The task file was run in each worker "
-                    "(it holds something that cannot be pickled), so it must make the same data "
-                    "each time: seed what it draws."
-                )
+        """Workers must be alike; before the first step people are told what may make them not."""
+        built = comparing.compare(view.built)
         if self.world.leads and view.generation == 1:
-            notes = suspects.private_generators(self.replica.model, self.task.data)
-            cut, because = how_to_cut(self.replica.optimizer)
-            if cut == "nowhere" and self.world.num_ranks > 1:
-                notes.append(f"the optimizer's work is not shared out: {because}")
-            if (note := suspects.unlike(others[0].marks, [o.marks for o in others])) is not None:
-                notes.append(note)
-            for note in notes:
+            for note in comparing.notes(self.replica, self.task.data, built):
                 self.line.send(Notice(text=note))
             self.plain = suspects.PlainState(self.replica.model)
-
-    def restore(self, step: int | None) -> None:
-        """Weights of another run, or everything of a committed step of this one."""
-        if step is None:
-            if self.orders.start_from is not None:
-                try:
-                    tensors, _ = decode(Path(self.orders.start_from))
-                except errors.CheckpointDamaged as error:
-                    raise errors.ConfigError(f"train.start_from: {error}") from error
-                self.replica.load(tensors, where=self.orders.start_from)
-            return
-        folder = self.run.step(step)
-        self.replica.load(files.read_model(folder), where=str(folder))
-        passing, state = files.read_state(folder)
-        self.replica.buffers.load(passing)
-        kind = type(self.replica.optimizer).__name__
-        if state["optimizer"] != kind:
-            raise errors.CheckpointMismatch(
-                f"{folder} was saved with {state['optimizer']}, the task now uses {kind}. "
-                "To keep the weights only, start a new run with train.start_from."
-            )
-        restore(
-            self.replica.optimizer,
-            self.replica.schedule,
-            groups=state["groups"],
-            saved=state["schedule"],
-            step=state["step"],
-        )
-        self.replica.step = state["step"]
-        self.replica.change(self.view.journal.get(state["step"], {}))
-
-    def _saved_entries(self) -> Iterator[Entry]:
-        assert self.view.restore is not None
-        folder = self.run.step(self.view.restore)
-        return (Entry(*e) for e in files.read_optimizer(folder))
 
     # ---- train
 
@@ -460,31 +323,11 @@ class Hand:
         """Score the held-out records together; True when the supervisor says to stop."""
         assert self.held_out is not None
         evaluation = evaluation_of(self.task, self.config)
-        rank, ranks = self.world.rank, self.world.num_ranks
-        replica.buffers.show()
-        batches = my_batches(self.held_out, self.config, rank, ranks, self.device)
-        results = scores.measure(evaluation, replica.model, self._watched(batches))
-        round = f"evaluate-{replica.step}"
-        payload = scores.encode(results)
-        self.line.send(Part(worker=self.orders.worker, round=round, payload=payload))
-        if self.world.leads:
-            found = scores.combine(evaluation, scores.decode(self.reply(round).parts))
-            self.line.send(self.pulse.beat())  # the steps before the scores of the last of them
-            self.line.send(Scored(step=replica.step, round=f"scores-{replica.step}", scores=found))
-        reason = self.reply(f"scores-{replica.step}").stop
+        batches = my_batches(self.held_out, self.config, self.world, self.device)
+        reason = score_together(evaluation, replica, batches, self.line, leads=self.world.leads)
         self.scored_at = replica.step
         self.because = reason or self.because
         return reason is not None
-
-    def _watched(self, batches: Iterable[Any]) -> Iterator[Any]:
-        for batch in batches:
-            self.stop_if_broken()
-            yield batch
-            self.pulse.progress += 1
-
-    def stop_if_broken(self) -> None:
-        if self.line.broken():
-            raise errors.Broken("other members of this view are gone")
 
     def _save_when_due(self, replica: Replica, facts: StepFacts | None = None) -> None:
         checkpoint = self.config.checkpoint
@@ -493,39 +336,13 @@ class Hand:
 
     def _save(self, replica: Replica) -> None:
         self.moment("save")
-        entries = ((e.key, e.name, e.offset, e.value) for e in self.sync.optimizer.entries())
-        contents = []
+        contents: list[Content] = []
         if self.world.leads or self.orders.collective == "shared":
-            contents.append(files.optimizer_content(self.orders.worker, entries))
+            contents.append(saving.optimizer_part(self.orders.worker, self.sync.optimizer))
         if self.world.leads:
-            state = {
-                "step": replica.step,
-                "optimizer": type(replica.optimizer).__name__,
-                "groups": groups_to_json(replica.optimizer),
-                "schedule": schedule_to_json(replica.schedule),
-            }
-            contents.append(files.model_content(replica.tensors()))
-            contents.append(files.state_content(replica.passing_buffers(), state))
+            contents += saving.common_part(replica)
         self.saver.save(replica.step, self.view.generation, contents)
         self.saved_at = replica.step
-
-    def _tell_written(
-        self, step: int, attempt: int, files: dict[str, FileRecord], blocked_s: float
-    ) -> None:
-        self.moment("written")
-        listed = [SavedFile(name, f.size_bytes, f.sha256) for name, f in files.items()]
-        self.line.send(
-            Written(
-                worker=self.orders.worker,
-                step=step,
-                attempt=attempt,
-                files=listed,
-                blocked_s=blocked_s,
-            )
-        )
-
-    def _progress(self) -> None:
-        self.pulse.progress += 1
 
     def _leave_when_asked(self, replica: Replica, facts: StepFacts) -> bool:
         """All have heard the same Halt, so all leave after the same step."""
@@ -572,80 +389,10 @@ class Hand:
         )
         self.sync.close()  # last: gloo has been seen to hang in it, and by now nobody minds
 
-    def _is_anothers(self, error: BaseException) -> bool:
-        """Every worker sees a loss that is not finite; the one that computed it reports it."""
-        return isinstance(error, errors.LossNotFinite) and error.args[0] != self.world.rank
-
     def report(self, error: BaseException) -> None:
         """Tell the supervisor what went wrong here."""
-        index, records = None, list[int]()
-        if isinstance(error, errors.LossNotFinite):
-            error = _with_records(error, self.feed.feed)
-            index, records = error.args[2], error.args[4]
-        elif self.pulse.current is not None:
-            step, index = self.pulse.current
-            records = list(self.feed.feed.ids(self.feed.cut(step), index))
-        ours = isinstance(error, errors.ManyhandsError)
-        self.line.send(
-            Trouble(
-                worker=self.orders.worker,
-                step=self.pulse.step,
-                kind=type(error).__name__,
-                text=_clean(str(error) if ours else explain(error)),
-                trace="" if ours else _clean(user_traceback(error)),
-                request=isinstance(error, errors.RequestError),
-                ours=ours,
-                symptom=self._is_anothers(error),
-                micro_batch=index,
-                records=records,
-            )
-        )
 
+        def ids(step: int, index: int) -> list[int]:
+            return self.feed.ids(step, index)  # asked only when there is a feed
 
-def _clean(text: str) -> str:
-    """Text that can be sent: undecodable file names leave lone surrogates in messages."""
-    return text.encode("utf-8", "backslashreplace").decode()
-
-
-class WatchedFeed:
-    """A feed that notes which micro-batch is in work, and lets planned faults strike."""
-
-    def __init__(self, feed: Feed, hand: Hand) -> None:
-        self.feed, self.hand = feed, hand
-        self.steps_per_epoch = steps_per_epoch(len(feed.records), feed.batch)
-
-    def cut(self, step: int) -> Cut:
-        return self.feed.cut(step)
-
-    def micro_batches(self, step: Cut, indices: Iterable[int]) -> Iterator[MicroBatch]:
-        hand, pulse = self.hand, self.hand.pulse
-        pulse.step = step.step
-        hand.moment("begin")
-        for index in indices:
-            hand.stop_if_broken()
-            started = time.perf_counter()
-            pulse.current = (step.step, index)  # before fetching: that can fail too
-            hand.moment("compute")
-            (micro_batch,) = self.feed.micro_batches(step, [index])
-            micro_batch = self.placed(micro_batch)
-            yield micro_batch
-            hand.orders.faults.drag(hand.orders.order, step.step, time.perf_counter() - started)
-            pulse.did(time.perf_counter() - started, micro_batch.records)
-        pulse.current = None
-
-    def placed(self, micro_batch: MicroBatch) -> MicroBatch:
-        """Where the model is."""
-        if self.hand.device.type == "cpu":
-            return micro_batch
-        moved = on_device(micro_batch.batch, self.hand.device)
-        return dataclasses.replace(micro_batch, batch=moved)
-
-    def epochs_done(self, step: int) -> float:
-        return step / self.steps_per_epoch
-
-
-def _with_records(error: errors.LossNotFinite, feed: Feed) -> errors.LossNotFinite:
-    """The records of a micro-batch that any worker may have computed: they follow from the step."""
-    rank, step, index, loss, _ = error.args
-    ids = feed.ids(feed.cut(step), index)
-    return errors.LossNotFinite(rank, step, index, loss, ids)
+        self.line.send(trouble_of(error, self.pulse, self.world.rank, ids))

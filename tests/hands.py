@@ -9,16 +9,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands.train.keep import Keep
+from manyhands.train.kinds import NOTHING_KEPT, how_to_cut, what_it_keeps
 from manyhands.train.layout import Unit, share_out, units
 from manyhands.train.memory import Memory
-from manyhands.train.optim import (
-    NOTHING_KEPT,
-    Entry,
-    SharedOut,
-    how_to_cut,
-    one_thread,
-    what_it_keeps,
-)
+from manyhands.train.optim import Entry, SharedOut, one_thread
 from manyhands.train.state import Replica
 
 Make = Callable[[nn.Module], Optimizer]

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from manyhands.launch.agent import Exit
-from manyhands.launch.membership import (
+from manyhands.launch.decisions import (
     Break,
     Decision,
     Fence,
@@ -12,14 +12,12 @@ from manyhands.launch.membership import (
     GiveUp,
     Halt,
     IssueView,
-    Phase,
-    Situation,
     Start,
     Wait,
-    Worker,
-    decide,
 )
+from manyhands.launch.membership import decide
 from manyhands.launch.messages import Left, Member, Trouble, View
+from manyhands.launch.situation import Phase, Situation, Worker
 
 Place = Callable[[int], Worker]
 """A worker, but for its number."""

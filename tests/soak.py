@@ -31,6 +31,7 @@ from manyhands.errors import RequestError
 from manyhands.launch.control import Change, Continue, Pause, Scale, ask
 from manyhands.launch.launchers import Launcher, open_launcher
 from manyhands.monitor.status import status
+from manyhands.proof import check
 from manyhands.run import train
 from manyhands.rundir import RunDir
 from manyhands.task import Task
@@ -247,7 +248,7 @@ def run_round(chosen: Round, launcher: Launcher, folder: Path) -> Done:
     finally:
         disturber.over.set()
         disturber.join()
-    proof = ledger.check(ledger.read(run.ledger))
+    proof = check(ledger.read(run.ledger))
     problems = list(proof.problems)
     if not proof.steps == rough.step == calm.step:
         problems.append(f"{proof.steps} steps in the ledger, {rough.step} done, {calm.step} due")

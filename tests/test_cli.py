@@ -284,7 +284,7 @@ def test_the_commands_are_these() -> None:
 
     found = {c.name or c.callback.__name__ for c in app.registered_commands if c.callback}
     assert found == {
-        "train", "resume", "demo", "evaluate", "fingerprint", "status", "runs",
+        "prepare", "data", "train", "resume", "demo", "evaluate", "fingerprint", "status", "runs",
         "scale", "set", "pause", "continue", "stop", "ledger", "replay", "audit",
     }  # fmt: skip
 

@@ -114,6 +114,7 @@ def test_settings_are_frozen_surface() -> None:
             "start_from",
             "audit_every",
         ],
+        "data": ["fold"],
         "checkpoint": ["every_steps", "keep_last", "keep_best"],
         "evaluate": ["every_steps", "stop_early", "by", "batch"],
         "log": ["every_steps", "csv", "tensorboard"],

@@ -7,16 +7,20 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import numpy as np
 import pytest
+import torch
 
 from manyhands.checkpoint.storage import Folder
 from manyhands.errors import Broken
+from manyhands.launch.agent import Exit
 from manyhands.launch.launchers import Inline, Launcher, Local, create_segments
-from manyhands.rundir import RunDir
+from manyhands.rundir import RunDir, write_whole
 from manyhands.testing.contracts import (
     F32,
     CollectiveContract,
@@ -24,6 +28,7 @@ from manyhands.testing.contracts import (
     StorageContract,
 )
 from manyhands.train.collective.contract import FACTS, Collective, Sizes
+from manyhands.train.collective.group import Group
 from manyhands.train.collective.shared import Room, Shared
 from manyhands.train.memory import Memory
 from manyhands.world import World
@@ -140,19 +145,77 @@ class TestShared(CollectiveContract):
         assert recalled == [[70] * 6, [71] * 6]
 
 
+@pytest.fixture(scope="module")
+def contract_local() -> Iterator[Local]:
+    local = Local("manyhands.testing.contracts:contract_worker", create_segments())
+    yield local
+    local.close()
+
+
+class TestGroup(CollectiveContract):
+    """Over gloo; every rank is a process."""
+
+    @pytest.fixture
+    def on_ranks(self, contract_local: Local, tmp_path: Path) -> Callable[..., list[object]]:
+        def run(ranks: int, body: Callable[[int, Collective], object]) -> list[object]:
+            results = [tmp_path / f"result-{rank}" for rank in range(ranks)]
+
+            def work(rank: int) -> None:
+                group = Group(
+                    World(rank, ranks),
+                    SIZES,
+                    backend="gloo",
+                    rendezvous=tmp_path / "rendezvous",
+                    device=torch.device("cpu"),
+                    patience=Patient(),
+                )
+                write_whole(results[rank], cloudpickle.dumps(body(rank, group)), durable=False)
+                signal.pause()  # not to go before the others have read all that was sent
+
+            for rank in range(ranks):
+                call = tmp_path / f"call-{rank}"
+                call.write_bytes(cloudpickle.dumps(partial(work, rank)))
+                contract_local.start(rank, f"call {call}".encode(), tmp_path / f"log-{rank}")
+            exits: dict[int, int] = {}
+            while not all(r in exits or result.exists() for r, result in enumerate(results)):
+                exits |= {s.worker: s.code for s in contract_local.poll() if isinstance(s, Exit)}
+                time.sleep(0.005)
+            contract_local.stop()
+            for rank, code in exits.items():  # a body may kill its worker
+                assert code == -signal.SIGKILL, (tmp_path / f"log-{rank}").read_text()
+            return [cloudpickle.loads(r.read_bytes()) if r.exists() else None for r in results]
+
+        return run
+
+    def test_everyone_gets_what_each_owner_shares(self, on_ranks: Callable[..., list[Any]]) -> None:
+        def body(rank: int, group: Collective) -> list[float]:
+            lane = torch.full((8,), float(rank))
+            group.share({F32: lane}, [{F32: (0, 3)}, {F32: (3, 3)}, {F32: (3, 8)}])
+            return lane.tolist()
+
+        assert on_ranks(3, body) == [[0.0] * 3 + [2.0] * 5] * 3
+
+    def test_whoever_waits_for_one_who_is_killed_is_told(
+        self, on_ranks: Callable[..., list[Any]]
+    ) -> None:
+        def body(rank: int, group: Collective) -> str:
+            group.gather(np.zeros(6, dtype=np.uint8))
+            if rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            with pytest.raises(Broken) as caught:
+                group.gather(np.zeros(6, dtype=np.uint8))
+            return str(caught.value)
+
+        told, nothing = on_ranks(2, body)
+        assert "the exchange with other workers failed" in told and nothing is None
+
+
 class TestInline(LauncherContract):
     @pytest.fixture
     def launcher(self) -> Iterator[Launcher]:
         inline = Inline("manyhands.testing.contracts:contract_worker", create_segments())
         yield inline
         inline.close()
-
-
-@pytest.fixture(scope="module")
-def contract_local() -> Iterator[Local]:
-    local = Local("manyhands.testing.contracts:contract_worker", create_segments())
-    yield local
-    local.close()
 
 
 class TestLocal(LauncherContract):

@@ -14,7 +14,8 @@ from manyhands import ledger
 from manyhands.cli.ledgers import print_proof
 from manyhands.deal import cut, deal
 from manyhands.errors import RunDirError
-from manyhands.ledger import AnyEntry, Changed, Committed, Ledger, Opened, Rewound, Share
+from manyhands.ledger import AnyEntry, Changed, Committed, Ledger, Opened, Rewound
+from manyhands.proof import Share, check
 from manyhands.rundir import RunDir
 
 replace = msgspec.structs.replace
@@ -58,7 +59,7 @@ def histories(draw: st.DrawFn) -> list[AnyEntry]:
 
 
 def problems(*entries: AnyEntry) -> str:
-    return "\n".join(ledger.check(entries).problems)
+    return "\n".join(check(entries).problems)
 
 
 # ---- honest ledgers
@@ -95,7 +96,7 @@ def test_an_honest_ledger_passes_and_counts_what_a_step_by_step_account_counts(
             done = old.micro_batches + len(mine), old.records + len(mine_positions)
             shares[worker] = Share(old.steps + 1, *done)
 
-    proof = ledger.check(entries)
+    proof = check(entries)
     assert proof.problems == []
     assert proof.steps == len(by_step) and proof.by_worker == shares
     assert set(consumed.values()) <= {1}
@@ -110,7 +111,7 @@ def test_an_honest_ledger_passes_and_counts_what_a_step_by_step_account_counts(
 def test_millions_of_steps_are_counted_at_once() -> None:
     opened = Opened(60_001, 64, 16, seed=0)
     two = {"workers": [4, 7], "speeds": [1.0, 3.0]}
-    proof = ledger.check([opened, commit(opened, 0, 3_000_000, **two)])
+    proof = check([opened, commit(opened, 0, 3_000_000, **two)])
     assert proof.ok and sum(share.records for share in proof.by_worker.values()) == sum(
         epoch.consumed for epoch in proof.epochs
     )
@@ -126,7 +127,7 @@ def test_a_rewind_voids_what_came_later_and_keeps_a_change_at_that_very_step() -
     after = [*before, Rewound(4)]
     assert ledger.changes_after(after, 4) == [at_4]
     assert ledger.changes_after([*after, Rewound(3)], 3) == []
-    assert ledger.check(after).changes == [at_4] and ledger.check(after).rewinds == [4]
+    assert check(after).changes == [at_4] and check(after).rewinds == [4]
     kept = ledger.surviving([*before, Rewound(5)])
     assert [(c.first, c.stop) for c in kept] == [(0, 4), (4, 5)]
     assert kept[1].runs == [(1, 0, 32)]
@@ -145,12 +146,12 @@ def test_a_range_that_is_lost_doubled_or_moved_is_found(
     assume(where)
     i = data.draw(st.sampled_from(where))
     entry = entries[i]
-    assert not ledger.check([*entries[: i + 1], *entries[i:]]).ok, "twice"
+    assert not check([*entries[: i + 1], *entries[i:]]).ok, "twice"
     following = entries[i + 1 : i + 2]
     if following and isinstance(following[0], Committed):
-        assert not ledger.check([*entries[:i], *entries[i + 1 :]]).ok, "lost"
+        assert not check([*entries[:i], *entries[i + 1 :]]).ok, "lost"
         swapped = [*entries[:i], *following, entry, *entries[i + 2 :]]
-        assert not ledger.check(swapped).ok, "out of order"
+        assert not check(swapped).ok, "out of order"
 
 
 @settings(max_examples=120)
@@ -171,7 +172,7 @@ def test_a_number_that_is_changed_is_found(
         new: Any = [*entry.runs[:n], tuple(run), *entry.runs[n + 1 :]]
     else:
         new = getattr(entry, field) + by
-    proof = ledger.check([*entries[:i], replace(entry, **{field: new}), *entries[i + 1 :]])
+    proof = check([*entries[:i], replace(entry, **{field: new}), *entries[i + 1 :]])
     assert any(problem.startswith(f"line {i + 1}: ") for problem in proof.problems)
 
 
@@ -182,7 +183,7 @@ def test_an_epoch_of_another_length_is_found(entries: list[AnyEntry], by: int) -
     # One that ends where an epoch does could be the beginning of a longer epoch.
     assume(any(epoch > 0 for c in ledger.surviving(entries) for epoch, _, _ in c.runs))
     changed = replace(opened, records=opened.records + by)
-    assert not ledger.check([changed, *entries[1:]]).ok
+    assert not check([changed, *entries[1:]]).ok
 
 
 SHAPE = Opened(100, 32, 8, seed=0)
@@ -240,7 +241,7 @@ def test_a_deal_that_leaves_a_micro_batch_out_is_found(monkeypatch: pytest.Monke
     def forgetful(micro_batches: int, speeds: tuple[float, ...]) -> tuple[range, ...]:
         return (range(1), range(2, micro_batches))
 
-    monkeypatch.setattr(ledger, "deal", forgetful)
+    monkeypatch.setattr("manyhands.proof.deal", forgetful)
     assert "the deal [0, 1), [2, 4) does not cover 4 micro-batches once" in problems(SHAPE, LINE)
 
 

@@ -29,6 +29,7 @@ from manyhands.launch.control import (
 )
 from manyhands.launch.launchers import Launcher
 from manyhands.monitor.status import status
+from manyhands.proof import check
 from manyhands.replaying import replay
 from manyhands.rundir import RunDir
 from tests.tasks import make
@@ -119,7 +120,7 @@ def test_scaling_up_and_down(launcher: Launcher, tmp_path: Path) -> None:
         assert run.ask(StopRun()).startswith("stopping")
     assert isinstance(run.error, mh.Interrupted)
     entries = ledger.read(run.run.ledger)
-    proof = ledger.check(entries)
+    proof = check(entries)
     assert proof.ok, proof.problems
     sizes = [len(c.workers) for c in ledger.surviving(entries)]
     assert sizes[0] == 2 and {1, 3, 4} <= set(sizes)
@@ -153,7 +154,7 @@ def test_settings_change_at_one_step_and_are_replayed(launcher: Launcher, tmp_pa
         run.ask(StopRun())
     (changed,) = [e for e in ledger.read(run.run.ledger) if isinstance(e, ledger.Changed)]
     assert changed.step == step and changed.settings["lr"] == 0.002
-    done = ledger.check(ledger.read(run.run.ledger)).steps
+    done = check(ledger.read(run.run.ledger)).steps
     again = replay(folder, make("cnn"), step=0, to=done, workers=3, launcher=launcher)
     assert again.same and len(again.compared_losses) >= done - 2
     assert again.compared_weights[-1] == done
@@ -170,7 +171,7 @@ def test_a_change_is_made_again_when_its_steps_are(launcher: Launcher, tmp_path:
         run.wait_for(21)
         run.ask(Change({"lr": 0.001}))
         run.ask(StopRun())
-    stopped = ledger.check(ledger.read(run.run.ledger)).steps
+    stopped = check(ledger.read(run.run.ledger)).steps
     weights = mh.fingerprint(folder)
     for saved in sorted((folder / "checkpoints").iterdir())[1:]:
         saved.rename(saved.with_name(f"not-{saved.name}"))
@@ -178,7 +179,7 @@ def test_a_change_is_made_again_when_its_steps_are(launcher: Launcher, tmp_path:
         folder, make("cnn"), settings=[f"train.steps={stopped}"], quiet=True, launcher=launcher
     )
     assert report.fingerprint == weights
-    proof = ledger.check(ledger.read(run.run.ledger))
+    proof = check(ledger.read(run.run.ledger))
     assert proof.ok and proof.rewinds and len(proof.changes) == 1
 
 
@@ -193,7 +194,7 @@ def test_a_change_outlives_everybody_over_gloo(launcher: Launcher, tmp_path: Pat
             os.kill(worker["pid"], signal.SIGKILL)
         run.ask(Continue())
         run.wait_for(run.step + 2)
-    proof = ledger.check(ledger.read(run.run.ledger))
+    proof = check(ledger.read(run.run.ledger))
     assert proof.ok, proof.problems
     assert replay(folder, make("cnn"), step=0, to=proof.steps, launcher=launcher).same
 

@@ -6,19 +6,13 @@ from typing import Any
 import pytest
 
 from manyhands.launch.agent import Exit
-from manyhands.launch.membership import (
-    GRACE_S,
-    UNEVEN,
-    Break,
-    Cause,
-    GiveUp,
-    IssueView,
-    Situation,
-    Worker,
-    judge,
-    suspicious,
-)
+from manyhands.launch.audit import judge
+from manyhands.launch.causes import GRACE_S
+from manyhands.launch.decisions import Break, GiveUp, IssueView
+from manyhands.launch.membership import UNEVEN, suspicious
 from manyhands.launch.messages import View
+from manyhands.launch.situation import Situation, Worker
+from manyhands.verdict import Cause
 from tests.situations import (
     IN,
     READY,

@@ -11,19 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from manyhands.launch.agent import Exit
-from manyhands.launch.membership import (
-    MOST_FAILED_STARTS,
-    Decision,
-    Finish,
-    GiveUp,
-    Halt,
-    IssueView,
-    Situation,
-    Wait,
-    Worker,
-    decide,
-)
+from manyhands.launch.decisions import Decision, Finish, GiveUp, Halt, IssueView, Wait
+from manyhands.launch.membership import MOST_FAILED_STARTS, decide
 from manyhands.launch.messages import Left, View
+from manyhands.launch.situation import Situation, Worker
 from tests.situations import MOST_DECISIONS, apply, said, trouble
 
 ROUNDS = 40

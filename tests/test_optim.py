@@ -8,14 +8,10 @@ from torch import Tensor, nn
 
 from manyhands.errors import OptimizerRefused
 from manyhands.train import layout
+from manyhands.train.groups import groups_from_json, groups_to_json
+from manyhands.train.kinds import how_to_cut
 from manyhands.train.layout import BLOCK, lay_out, parameters_of, share_out, units
-from manyhands.train.optim import (
-    Entry,
-    groups_from_json,
-    groups_to_json,
-    how_to_cut,
-    one_thread,
-)
+from manyhands.train.optim import Entry, one_thread
 from tests.hands import Hand, Make, crew, plain_state, segment, state_of
 
 o: Any = torch.optim

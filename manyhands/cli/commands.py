@@ -15,8 +15,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from manyhands.cli import live
-from manyhands.errors import ManyhandsError, RunFailed
+from manyhands.cli import datasets, live
+from manyhands.errors import ManyhandsError, RequestError, RunFailed
 from manyhands.rundir import RunDir, new_run_path, open_run, runs_under
 from manyhands.task import user_traceback
 from manyhands.version import VERSION
@@ -57,6 +57,7 @@ Engine = Annotated[
 Step = Annotated[int | None, typer.Option(help="A saved step; left out, the newest good one.")]
 
 
+datasets.register(app)
 live.register(app)
 
 
@@ -75,12 +76,20 @@ def train(
     file: TaskFile,
     to: Annotated[Path | None, typer.Option(help="The run folder; else runs/NAME-TIME.")] = None,
     workers: Workers = None,
+    fold: Annotated[
+        str | None, typer.Option(metavar="I or all", help="Of data with folds: hold out this one.")
+    ] = None,
     set: Set = None,
     quiet: QuietFlag = False,
     engine: Engine = "local",
     json: JsonFlag = False,
 ) -> None:
     """Train the task that FILE defines."""
+    if fold == "all":
+        _train_folds(file, to, workers, set or [], quiet, json)
+        return
+    if fold is not None:
+        set = [*(set or []), f"data.fold={fold}"]
     with _started_early(engine, quiet or json) as launcher:
         report = _run().train(
             file,
@@ -91,6 +100,27 @@ def train(
             launcher=launcher,
         )
     _show_report(report, json, quiet)
+
+
+def _train_folds(
+    file: Path, to: Path | None, workers: str | None, set: list[str], quiet: bool, json: bool
+) -> None:
+    from manyhands.folding import train_folds
+
+    if workers is not None and not workers.isdigit():
+        raise RequestError("--fold all needs a plain number of workers for each fold.")
+    folder = to or new_run_path(Path("runs"), f"{file.stem}-folds")
+    each = None if workers is None else int(workers)
+    hush = quiet or json
+    folded = train_folds(
+        file, folder, workers=each, settings=set, say=(lambda _: None) if hush else print
+    )
+    if json:
+        print(_json(folded))
+    elif not quiet:
+        spread = folded.deviations
+        means = "  ".join(f"{k} {v:.4f} ± {spread[k]:.4f}" for k, v in folded.means.items())
+        print(f"\nmean    {means}\nruns in {folder}")
 
 
 @app.command()

@@ -7,7 +7,8 @@ import msgspec
 from rich.console import Console, RenderableType
 from rich.table import Table
 
-from manyhands.ledger import Committed, Proof, check, read, surviving
+from manyhands.ledger import Committed, read, surviving
+from manyhands.proof import Proof, check
 from manyhands.rundir import RunDir
 
 MOST_ROWS = 24

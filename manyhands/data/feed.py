@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from manyhands.data.order import Positions, order
+from manyhands.data.order import Order, Positions, Visit
 from manyhands.data.records import Records, record_ids
 from manyhands.deal import Cut, MicroBatch, cut
 
 Seeder = Callable[..., None]
 
-WINDOW = 16384
+WINDOW = 65536
 """Positions whose records are looked up at once: one by one, numpy's calls would cost more."""
 
 
@@ -29,6 +29,7 @@ class Feed:
     ) -> None:
         self.records, self.seed, self.seeder = records, seed, seeder
         self.batch, self.micro_batch = batch, micro_batch
+        self._order: tuple[int, Order] | None = None
         self._window: tuple[int, int] = (-1, -1)
         self._ids: Positions = np.empty(0, dtype=np.int64)
 
@@ -42,7 +43,7 @@ class Feed:
             ids = self._records_at(step.epoch, positions)
             if self.records.draws_randomness:
                 self.seeder(self.seed, step.step, index, "data")
-            batch = self.records.batch(ids)
+            batch = self.records.batch(ids, Visit(self.seed, step.epoch))
             share = step.share(index)
             yield MicroBatch(step.step, index, len(ids), share, positions.start, batch)
 
@@ -51,7 +52,7 @@ class Feed:
         return record_ids(self.records, self._records_at(step.epoch, step.positions(index)))
 
     def _records_at(self, epoch: int, positions: range) -> Positions:
-        """order(seed, epoch)[positions], from a window that is computed now and then."""
+        """The epoch's order at these positions, from a window that is computed now and then."""
         size = len(self.records)
         parts: list[Positions] = []
         start = positions.start
@@ -59,11 +60,16 @@ class Feed:
             first = start - start % WINDOW
             if self._window != (epoch, first):
                 self._window = (epoch, first)
-                self._ids = order(self.seed, epoch, size)[range(first, min(first + WINDOW, size))]
+                self._ids = self._order_of(epoch)[range(first, min(first + WINDOW, size))]
             stop = min(positions.stop, first + WINDOW)
             parts.append(self._ids[start - first : stop - first])
             start = stop
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _order_of(self, epoch: int) -> Order:
+        if self._order is None or self._order[0] != epoch:
+            self._order = (epoch, self.records.order(self.seed, epoch))
+        return self._order[1]
 
 
 def held_out_batches(
@@ -76,7 +82,7 @@ def held_out_batches(
     for index in indices:
         ids = np.arange(index * batch, min((index + 1) * batch, len(records)))
         seeder(seed, 0, index, "held out")
-        fetched = records.batch(ids)
+        fetched = records.batch(ids, Visit(seed, training=False))
         seeder(seed, 0, index, "score")
         yield index, len(ids), fetched
 

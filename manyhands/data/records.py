@@ -1,26 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records behind one small contract: how many there are, and a batch of any of them.
+"""Records behind one small contract: how many there are, in which order they want to be read, and
+a batch of any of them.
 
 `Columns` holds a dict of tensors or arrays with one row per record; a batch is the same dict with
 the chosen rows. `Items` holds a map-style Dataset; its items are fetched one by one, in the
-worker's own thread, and collated as torch's DataLoader would.
+worker's own thread, and collated as torch's DataLoader would. `data.prepared` reads shards.
 """
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 import torch
 from torch.utils.data import default_collate
 
-from manyhands.data.order import Positions, permutation
+from manyhands.data.draw import Transform
+from manyhands.data.order import FIRST, Order, Positions, Visit, order, permutation
 from manyhands.deal import Batch
 from manyhands.errors import TaskError
 from manyhands.task import user_traceback
 
+if TYPE_CHECKING:
+    from manyhands.data.hosts.transfer import Transfer
+
 # torch cannot take rows of these.
 _WIDER = {torch.uint16: torch.int32, torch.uint32: torch.int64}
+
+
+Pad = Literal["longest", "flat"] | int
+"""Rows of different lengths in a batch: filled up with zeros to the longest of them; one after the
+other, with offsets; or cut and filled up to this length."""
 
 
 class Records(Protocol):
@@ -28,7 +40,72 @@ class Records(Protocol):
     """Whether fetching may run user code that draws random numbers (and so wants seeding)."""
 
     def __len__(self) -> int: ...
-    def batch(self, ids: Positions) -> Batch: ...
+
+    def order(self, seed: int, epoch: int) -> Order:
+        """The order in which an epoch visits all of them."""
+        ...
+
+    def batch(self, ids: Positions, visit: Visit = FIRST) -> Batch:
+        """These records (0 to len - 1). The visit is for those who vary records at random."""
+        ...
+
+    def part(self, numbers: Positions) -> "Records":
+        """Some of them as records of their own, numbered anew in whichever order suits."""
+        ...
+
+    def names(self, ids: Positions) -> Sequence[int]:
+        """The user's own numbers of these records, for messages."""
+        ...
+
+    def mark(self) -> bytes:
+        """Something that other data would most likely not have; cheap."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PreparedData:
+    """Which records of a prepared folder, and how batches should hold them. See `prepared`."""
+
+    folder: Path
+    split: str = "train"
+    columns: tuple[str, ...] | None = None
+    stack: Mapping[str, tuple[str, ...]] | None = None
+    pad: Pad = "longest"
+    transform: Transform | None = None
+    verify: bool = True
+    window: int | None = None
+    transfer: "Transfer | None" = None
+
+
+def prepared(
+    folder: str | Path,
+    split: str = "train",
+    *,
+    columns: Sequence[str] | None = None,
+    stack: Mapping[str, Sequence[str]] | None = None,
+    pad: Pad = "longest",
+    transform: Transform | None = None,
+    verify: bool = True,
+    window: int | None = None,
+) -> PreparedData:
+    """Prepared data for a task: `mh.Task(data=mh.prepared("data/clicks", pad=128), ...)`.
+
+    Batches are dicts of tensors: a column's numbers, (records,) or (records, *shape); for columns
+    of different lengths also NAME_length (or, with pad="flat", NAME_offsets); and `_id`. `columns`
+    are those wanted (default: all but text); `stack={"x": ["age", "hours"]}` makes them one float32
+    matrix. `transform(batch, draw)` changes batches: see `data.augment`. `window` is how many
+    records are mixed at least (default: as many as 128 MiB hold).
+    """
+    return PreparedData(
+        folder=Path(folder),
+        split=split,
+        columns=None if columns is None else tuple(columns),
+        stack=None if stack is None else {name: tuple(of) for name, of in stack.items()},
+        pad=pad,
+        transform=transform,
+        verify=verify,
+        window=window,
+    )
 
 
 class Columns:
@@ -47,9 +124,28 @@ class Columns:
     def __len__(self) -> int:
         return self.size
 
-    def batch(self, ids: Positions) -> Batch:
+    def order(self, seed: int, epoch: int) -> Order:
+        return order(seed, epoch, self.size)
+
+    def batch(self, ids: Positions, visit: Visit = FIRST) -> Batch:
         rows = torch.from_numpy(ids)
         return {name: column.index_select(0, rows) for name, column in self.columns.items()}
+
+    def part(self, numbers: Positions) -> Records:
+        return Part(self, numbers)
+
+    def names(self, ids: Positions) -> Sequence[int]:
+        return ids.tolist()
+
+    def mark(self) -> bytes:
+        """Types and 64 evenly spaced rows."""
+        rows = torch.arange(64) * max(0, len(self) - 1) // 63
+        marks: list[bytes] = []
+        for name, column in self.columns.items():
+            marks.append(f"{name} {column.dtype} {tuple(column.shape)}".encode())
+            chosen = column.index_select(0, rows).contiguous().reshape(-1).view(torch.uint8)
+            marks.append(chosen.numpy().tobytes())
+        return b"".join(marks)
 
 
 class Items:
@@ -68,8 +164,20 @@ class Items:
     def __len__(self) -> int:
         return self.size
 
-    def batch(self, ids: Positions) -> Batch:
+    def order(self, seed: int, epoch: int) -> Order:
+        return order(seed, epoch, self.size)
+
+    def batch(self, ids: Positions, visit: Visit = FIRST) -> Batch:
         return default_collate([self.dataset[i] for i in ids.tolist()])
+
+    def part(self, numbers: Positions) -> Records:
+        return Part(self, numbers)
+
+    def names(self, ids: Positions) -> Sequence[int]:
+        return ids.tolist()
+
+    def mark(self) -> bytes:
+        return b""
 
 
 class Part:
@@ -82,17 +190,45 @@ class Part:
     def __len__(self) -> int:
         return len(self.numbers)
 
-    def batch(self, ids: Positions) -> Batch:
-        return self.whole.batch(self.numbers[ids])
+    def order(self, seed: int, epoch: int) -> Order:
+        return order(seed, epoch, len(self))
+
+    def batch(self, ids: Positions, visit: Visit = FIRST) -> Batch:
+        return self.whole.batch(self.numbers[ids], visit)
+
+    def part(self, numbers: Positions) -> Records:
+        return Part(self.whole, self.numbers[numbers])
+
+    def names(self, ids: Positions) -> Sequence[int]:
+        return self.whole.names(self.numbers[ids])
+
+    def mark(self) -> bytes:
+        return self.whole.mark()
 
 
 def record_ids(records: Records, ids: Positions) -> Sequence[int]:
     """The user's own numbering of records, for messages."""
-    return (records.numbers[ids] if isinstance(records, Part) else ids).tolist()
+    return records.names(ids)
 
 
-def open_data(data: Any, held_out: Any) -> tuple[Records, Records | None]:
-    """Training and held-out records of a task; complains about what cannot be read."""
+def open_data(
+    data: Any, held_out: Any, *, fold: int | None = None
+) -> tuple[Records, Records | None]:
+    """Training and held-out records of a task; complains about what cannot be read.
+
+    A path is a prepared folder: its split "train", and to hold out, unless something else is given,
+    its split "valid" or else "test". `fold`: of data with folds, which one is held out.
+    """
+    if isinstance(data, str | Path):
+        data = prepared(data)
+    if isinstance(data, PreparedData):
+        data = _in_fold(data, fold)
+    elif fold is not None:
+        raise TaskError("data.fold is set, but the task's data is not a prepared folder.")
+    if isinstance(data, PreparedData) and data.split == "train" and held_out is None:
+        held_out = _held_out_split(data)
+    if isinstance(held_out, str | Path):
+        held_out = _held_out_split(prepared(held_out)) or prepared(held_out)
     train = _records(data, "data")
     if len(train) == 0:
         raise TaskError("Task: data is empty (0 records).")
@@ -113,10 +249,43 @@ def _set_aside(records: Records, fraction: float) -> tuple[Records, Records]:
     if size < 2:
         raise TaskError(f"Task: held_out = {fraction} of {size} record leaves nothing to train on.")
     split = permutation(size, "held out")
-    return Part(records, split[range(held, size)]), Part(records, split[range(held)])
+    return records.part(split[range(held, size)]), records.part(split[range(held)])
+
+
+def _in_fold(data: PreparedData, fold: int | None) -> PreparedData:
+    from manyhands.data.manifest import read_manifest
+
+    folds = read_manifest(data.folder).folds
+    if folds == 0:
+        if fold is not None:
+            raise TaskError(
+                f"data.fold = {fold}, but {data.folder} was prepared without folds "
+                "(manyhands prepare --folds 5)."
+            )
+        return data
+    if fold is None or fold >= folds:
+        asked = "choose one" if fold is None else f"there is no fold {fold}"
+        raise TaskError(
+            f"{data.folder} has {folds} folds; {asked}: train --fold 0 to {folds - 1}, or --fold "
+            "all."
+        )
+    return replace(data, folder=data.folder / f"fold-{fold}")
+
+
+def _held_out_split(data: PreparedData) -> PreparedData | None:
+    """What the same folder holds out, if it does, to be read in the same way."""
+    from manyhands.data.manifest import read_manifest
+
+    splits = read_manifest(data.folder).splits
+    named = next((name for name in ("valid", "test") if name in splits and splits[name].rows), None)
+    return None if named is None else replace(data, split=named)
 
 
 def _records(data: Any, where: str) -> Records:
+    if isinstance(data, PreparedData):
+        from manyhands.data.prepared import Prepared  # Arrow is not needed by others, and large
+
+        return Prepared(data)
     if isinstance(data, Mapping):
         if not data:
             raise TaskError(f"Task: {where} is an empty dict; give columns of equal length.")
@@ -128,8 +297,8 @@ def _records(data: Any, where: str) -> Records:
     if not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
         raise TaskError(
             f"Task: {where} is {type(data).__name__}, which has no length or cannot be indexed. "
-            "Give a dict of tensors or a map-style Dataset (__len__ and __getitem__): exact "
-            "order needs to reach any record."
+            "Give a dict of tensors, a map-style Dataset (__len__ and __getitem__) or a prepared "
+            "folder: exact order needs to reach any record."
         )
     return Items(data)
 
@@ -149,16 +318,8 @@ def _column(name: str, values: Any, where: str) -> torch.Tensor:
 
 
 def sampled_digest(records: Records) -> str:
-    """A cheap mark of the data: size and, for columns, types and 64 evenly spaced rows.
+    """A cheap mark of the data.
 
     It is meant to notice that a run is resumed on other data, not to prove that it is the same.
     """
-    digest = hashlib.sha256(f"{len(records)}".encode())
-    whole = records.whole if isinstance(records, Part) else records
-    if isinstance(whole, Columns):
-        rows = torch.arange(64) * max(0, len(whole) - 1) // 63
-        for name, column in whole.columns.items():
-            digest.update(f"{name} {column.dtype} {tuple(column.shape)}".encode())
-            chosen = column.index_select(0, rows).contiguous().reshape(-1).view(torch.uint8)
-            digest.update(chosen.numpy().tobytes())
-    return digest.hexdigest()
+    return hashlib.sha256(f"{len(records)}".encode() + records.mark()).hexdigest()

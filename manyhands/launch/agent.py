@@ -81,9 +81,11 @@ class Agent:
         self.selector = selectors.DefaultSelector()
         self.selector.register(channel, selectors.EVENT_READ)
         self.pids: dict[int, int] = {}
-        """worker → process"""
+        """worker → process; another run counts its workers anew"""
+        self.workers: dict[int, int] = {}
+        """process → worker; until its end is seen"""
         self.condemned: dict[int, float] = {}
-        """worker → when it was killed; until its end is seen"""
+        """process → when it was killed; until its end is seen, or it is written off"""
         self.written_off: set[int] = set()
 
     def serve(self) -> None:
@@ -100,8 +102,8 @@ class Agent:
                     self._obey(decode_to_agent(data))
                 self._write_off()
         finally:
-            for worker in list(self.pids):
-                self._kill(worker)
+            for pid in self.workers:
+                self._kill(pid)
 
     def _obey(self, order: ToAgent) -> None:
         match order:
@@ -109,33 +111,35 @@ class Agent:
                 pid = os.fork()
                 if pid == 0:
                     self._become_worker(order)
-                self.pids[order.worker] = pid
-                self.selector.register(os.pidfd_open(pid), selectors.EVENT_READ, order.worker)
+                self.pids[order.worker], self.workers[pid] = pid, order.worker
+                self.selector.register(os.pidfd_open(pid), selectors.EVENT_READ, pid)
                 self._tell(Started(order.worker, pid))
             case Kill():
-                self._kill(order.worker)
+                pid = self.pids.get(order.worker)
+                if pid in self.workers:
+                    self.condemned.setdefault(pid, time.monotonic())
+                    self._kill(pid)
 
-    def _kill(self, worker: int) -> None:
+    def _kill(self, pid: int) -> None:
         """The worker and whatever it started."""
-        pid = self.pids.get(worker)
-        if pid is not None:
-            self.condemned.setdefault(worker, time.monotonic())
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)
 
-    def _reap(self, worker: int) -> None:
-        pid = self.pids[worker]
+    def _reap(self, pid: int) -> None:
         for key in list(self.selector.get_map().values()):
-            if key.data == worker and key.fileobj is not self.channel:
+            if key.data == pid:
                 self.selector.unregister(key.fileobj)
                 os.close(key.fd)
         _, status = os.waitpid(pid, 0)
-        self._kill(worker)  # processes that the worker itself had started
-        del self.pids[worker]
-        self.condemned.pop(worker, None)
-        if worker not in self.written_off:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)  # processes that the worker itself had started
+        worker = self.workers.pop(pid)
+        self.condemned.pop(pid, None)
+        if pid in self.written_off:  # its end was told before it came
+            self.written_off.remove(pid)
+        else:
             self._tell(Exit(worker, pid, os.waitstatus_to_exitcode(status)))
 
     def _write_off(self) -> None:
@@ -146,11 +150,11 @@ class Agent:
         the return from the kernel. So nothing can be stored by it any more, and nobody need wait.
         """
         now = time.monotonic()
-        for worker, since in list(self.condemned.items()):
-            if now - since > UNREAPED_S and _all_in_the_kernel(self.pids[worker]):
-                del self.condemned[worker]
-                self.written_off.add(worker)
-                self._tell(Exit(worker, self.pids[worker], -signal.SIGKILL))
+        for pid, since in list(self.condemned.items()):
+            if now - since > UNREAPED_S and _all_in_the_kernel(pid):
+                del self.condemned[pid]
+                self.written_off.add(pid)
+                self._tell(Exit(self.workers[pid], pid, -signal.SIGKILL))
 
     def _tell(self, message: FromAgent) -> None:
         with suppress(BrokenPipeError, ConnectionResetError):

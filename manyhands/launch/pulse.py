@@ -2,6 +2,7 @@
 """What a worker is doing right now: written by its training thread, sent by its line's thread."""
 
 import math
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -26,6 +27,7 @@ class Pulse:
         self._log: list[StepRecord] = []
         self._losses: list[tuple[int, float]] = []
         self._last = (time.monotonic(), 0)
+        self._handing_over = threading.Lock()
 
     def did(self, seconds: float, records: int) -> None:
         """A micro-batch was computed."""
@@ -50,16 +52,19 @@ class Pulse:
         self.step, self.loss = step, loss
         self.records += records
         self.progress += 1
-        if self.leads:
+        if not self.leads:
+            return
+        with self._handing_over:
             self._losses.append((step, loss))
-        if self.leads and (step % self.log_every == 0 or step == 1):
-            self._log.append(StepRecord(step, epoch, loss, lr, self.records, numbers))
+            if step % self.log_every == 0 or step == 1:
+                self._log.append(StepRecord(step, epoch, loss, lr, self.records, numbers))
 
     def beat(self) -> Beat:
-        now, (then, before) = time.monotonic(), self._last
-        self._last = (now, self.computed)
-        log, self._log = self._log, []
-        losses, self._losses = self._losses, []
+        with self._handing_over:
+            now, (then, before) = time.monotonic(), self._last
+            self._last = (now, self.computed)
+            log, self._log = self._log, []
+            losses, self._losses = self._losses, []
         times = list(self._times)
         return Beat(
             worker=self.worker,

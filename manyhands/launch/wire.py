@@ -13,7 +13,6 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -33,6 +32,7 @@ from manyhands.launch.messages import (
     decode_from_worker,
     encode,
 )
+from manyhands.launch.pulse import Pulse, Waiting
 
 BEAT_S = 0.25
 
@@ -96,13 +96,13 @@ class Switchboard:
 
 
 class Line:
-    """A worker's end. `beat()` is called by the line's thread and gives the next heartbeat."""
+    """A worker's end. Its thread sends the pulse; whoever waits for an answer is seen to wait."""
 
-    def __init__(self, keys: Keys, worker: int, beat: Callable[[], FromWorker]) -> None:
-        self.beat = beat
+    def __init__(self, keys: Keys, pulse: Pulse) -> None:
+        self.pulse, self.waiting = pulse, Waiting(pulse, self.broken)
         self.context = zmq.Context()
         self.socket: zmq.Socket[bytes] = self.context.socket(zmq.DEALER)
-        self.socket.identity = _identity(worker)
+        self.socket.identity = _identity(pulse.worker)
         self.socket.curve_serverkey = keys.supervisor_public
         self.socket.curve_publickey = keys.worker_public
         self.socket.curve_secretkey = keys.worker_secret
@@ -126,7 +126,8 @@ class Line:
 
     def next_view(self) -> View:
         """Wait for a place in the next view."""
-        view = self.views.get()
+        with self.waiting:
+            view = self.views.get()
         self.generation, self._halts = view.generation, max(self._halts, view.halts)
         with self.arrived:
             self.replies.clear()  # those of earlier views
@@ -134,7 +135,7 @@ class Line:
 
     def reply(self, round: str) -> Reply:
         """Wait for the supervisor's reply to a round."""
-        with self.arrived:
+        with self.waiting, self.arrived:
             while round not in self.replies:
                 if self.broken():
                     raise Broken(f"waiting for '{round}' was broken off")
@@ -148,6 +149,10 @@ class Line:
     def broken(self) -> bool:
         """Whether members of the current view are gone."""
         return self._broken >= self.generation > 0
+
+    def stop_if_broken(self) -> None:
+        if self.broken():
+            raise Broken("other members of this view are gone")
 
     def close(self) -> None:
         """Send what is still waiting, then hang up."""
@@ -176,7 +181,7 @@ class Line:
                 return
             if time.monotonic() >= due:
                 due = time.monotonic() + BEAT_S
-                self._send(self._stamped(self.beat()))
+                self._send(self._stamped(self.pulse.beat()))
 
     def _send(self, message: FromWorker) -> None:
         """What cannot be encoded is left out: this thread must live to send the rest."""

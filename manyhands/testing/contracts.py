@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import cloudpickle
 import numpy as np
 import pytest
 import torch
@@ -243,6 +244,9 @@ def contract_worker(orders: bytes) -> int:
     match verb:
         case "exit":
             return int(argument)
+        case "call":  # a function that cloudpickle has put in this file
+            cloudpickle.loads(Path(argument).read_bytes())()
+            return 0
         case "write":
             os.pwrite(int(argument), b"hello", 0)
             return 0

@@ -3,86 +3,28 @@
 
 The user's optimizer stays the holder of groups, and schedules act on it; before every step its
 hyper-parameters are copied to the optimizer that does the work. Which parts may be separated
-depends on what the optimizer looks at:
-
-- element-wise ones (an exact-type list) get 1-D spans, cut at multiples of 16 elements, and give
-  the same bits as on whole tensors;
-- those that look at a whole tensor get whole tensors;
-- unknown types, subclasses and optimizers with step hooks are left whole, on one worker;
-- those that want to call the loss again (LBFGS) are refused.
+depends on its kind (kinds.py).
 
 A parameter that received no gradient in any micro-batch is skipped: None is not zero.
 """
 
 import inspect
-import json
 import sys
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import torch
 from torch import Tensor
-from torch.nn import Module
 from torch.optim import Optimizer
 
 from manyhands.errors import OptimizerRefused
 from manyhands.train.collective.contract import Bounds, Lanes
-from manyhands.train.keep import Keep, SlotKey, Value
+from manyhands.train.keep import Keep, Value
+from manyhands.train.kinds import Kept, has_hooks, like
 from manyhands.train.layout import Layout, Span, Unit, block_of
-
-optim: Any = torch.optim
-
-ELEMENT_WISE: set[type] = {
-    optim.Adadelta,
-    optim.Adagrad,
-    optim.Adam,
-    optim.Adamax,
-    optim.AdamW,
-    optim.ASGD,
-    optim.NAdam,
-    optim.RAdam,
-    optim.RMSprop,
-    optim.Rprop,
-    optim.SGD,
-}
-TENSOR_WISE: set[type] = {optim.Adafactor, optim.Muon}
-
-
-def how_to_cut(optimizer: Optimizer) -> tuple[str, str]:
-    """Where `layout.share_out` may cut for this optimizer, and why."""
-    kind = type(optimizer)
-    step = inspect.signature(kind.step).parameters
-    closure = step.get("closure")
-    if kind is optim.LBFGS or (closure and closure.default is inspect.Parameter.empty):
-        raise OptimizerRefused(
-            f"{kind.__name__} calls the loss again inside its step (a closure), which has no "
-            "meaning when the loss is spread over workers. Use an optimizer without a closure."
-        )
-    if kind is optim.SparseAdam:
-        raise OptimizerRefused(
-            "SparseAdam wants sparse gradients, and gradients are summed as dense vectors here. "
-            "Use Adam (embeddings with sparse=True are fine)."
-        )
-    hooks = _hooks(optimizer)
-    if kind in ELEMENT_WISE and not hooks:
-        return "blocks", f"{kind.__name__} works element by element"
-    if kind in TENSOR_WISE and not hooks:
-        return "pieces", f"{kind.__name__} looks at whole tensors"
-    why = f"{kind.__name__} has step hooks" if hooks else f"{kind.__name__} is not known to us"
-    return "nowhere", f"{why}, so one worker runs it"
-
-
-def _hooks(optimizer: Optimizer) -> bool:
-    registered: Any = optimizer
-    return bool(
-        registered._optimizer_step_pre_hooks
-        or registered._optimizer_step_post_hooks
-        or registered._optimizer_state_dict_pre_hooks
-        or registered._optimizer_state_dict_post_hooks
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,23 +35,6 @@ class Entry:
     name: str
     offset: int
     value: Tensor | float | int | bool
-
-
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """What an element-wise optimizer keeps for a parameter, found by letting it step on zeros."""
-
-    slots: dict[SlotKey, torch.dtype]
-    """Vectors as long as the parameter."""
-    scalars: dict[str, torch.dtype]
-    """Single numbers, as tensors."""
-    by_group: list[dict[torch.dtype, tuple[str, ...]]]
-    """The keys of both, per group and dtype of parameter."""
-    replaced: frozenset[str]
-    """Keys whose tensor is another one after each step."""
-
-
-NOTHING_KEPT = Kept({}, {}, [], frozenset())
 
 
 @dataclass(slots=True)
@@ -193,7 +118,7 @@ class SharedOut:
             {**group, "params": [t for p in group["params"] for t in mine.get(id(p), [])]}
             for group in self.users.param_groups
         ]
-        return _Work(unit, tensors, _like(self.users, groups), set())
+        return _Work(unit, tensors, like(self.users, groups), set())
 
     def _tensor(self, span: Span) -> Tensor:
         if self.cut == "nowhere":
@@ -254,7 +179,7 @@ class SharedOut:
         """torch's own steps without its wrappers for profiling and compiling, whose first use
         imports the compiler: 1.5 s. What users wrote is called as it is."""
         step = inspect.unwrap(type(optimizer).step)
-        torchs = step.__module__.startswith("torch.optim.") and not _hooks(optimizer)
+        torchs = step.__module__.startswith("torch.optim.") and not has_hooks(optimizer)
         if torchs and not optimizer.defaults.get("differentiable"):
             with torch.no_grad():
                 step(optimizer)
@@ -395,44 +320,6 @@ def _unpacked(value: Any) -> Value:
     return flat.view(shape)
 
 
-def _like(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
-    """The same kind with the same settings over other parameters.
-
-    The settings are given to the constructor too, and not in the groups alone: Adagrad fills its
-    state there.
-    """
-    kind: Any = type(optimizer)
-    accepted = inspect.signature(kind).parameters
-    return kind(groups, **{k: v for k, v in optimizer.defaults.items() if k in accepted})
-
-
-def what_it_keeps(optimizer: Optimizer, layout: Layout) -> Kept:
-    """The state of an element-wise optimizer, by letting it step on a few zeros."""
-    kind: Any = type(optimizer)
-    kept = Kept({}, {}, [], frozenset())
-    replaced: set[str] = set()
-    for group in optimizer.param_groups:
-        keys: dict[torch.dtype, tuple[str, ...]] = {}
-        for dtype in sorted(layout.trainable_sizes, key=str):
-            scratch = torch.zeros(16, dtype=dtype, requires_grad=True)
-            scratch.grad = torch.zeros_like(scratch)
-            probe = _like(optimizer, [{**group, "params": [scratch]}])
-            with torch.no_grad():
-                inspect.unwrap(kind.step)(probe)
-                before = dict(probe.state[scratch])
-                inspect.unwrap(kind.step)(probe)
-            found = {k: v for k, v in probe.state[scratch].items() if isinstance(v, Tensor)}
-            replaced |= {k for k, v in found.items() if v is not before.get(k)}
-            for key, value in found.items():
-                if value.shape == scratch.shape:
-                    kept.slots[key, dtype] = value.dtype
-                else:
-                    kept.scalars[key] = value.dtype
-            keys[dtype] = tuple(found)
-        kept.by_group.append(keys)
-    return replace(kept, replaced=frozenset(replaced))
-
-
 @contextmanager
 def one_thread() -> Generator[None]:
     """Several threads would cut a span where vector kernels leave a scalar tail: other bits."""
@@ -457,116 +344,3 @@ def without_dynamo() -> None:
         for name in ("add_param_group", "state_dict", "load_state_dict", "zero_grad"):
             method = inspect.unwrap(getattr(Optimizer, name))
             setattr(method, "__dynamo_disable", method)
-
-
-def groups_to_json(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The hyper-parameters of each group, as far as they are numbers, strings and lists of them."""
-    return [
-        {key: plain for key, value in group.items() if (plain := _plain(value)) is not _NOT_PLAIN}
-        for group in ({k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups)
-    ]
-
-
-def groups_from_json(optimizer: Optimizer, saved: Sequence[dict[str, Any]]) -> None:
-    if len(saved) != len(optimizer.param_groups):
-        raise OptimizerRefused(
-            f"the checkpoint's optimizer has {len(saved)} parameter groups, this task's has "
-            f"{len(optimizer.param_groups)}."
-        )
-    for group, values in zip(optimizer.param_groups, saved, strict=True):
-        for key, value in values.items():
-            _set_in_group(group, key, value)
-
-
-def change_groups(optimizer: Optimizer, schedule: Any | None, settings: Mapping[str, Any]) -> None:
-    """Set hyper-parameters in every group. Doing it twice is the same as doing it once.
-
-    `lr` is the base rate: a schedule goes on from it, with the factor that it has reached.
-    """
-    for key, value in settings.items():
-        for k, group in enumerate(optimizer.param_groups):
-            if key != "lr" or schedule is None or "initial_lr" not in group:
-                _set_in_group(group, key, value)
-                continue
-            factor = float(group["lr"]) / base if (base := float(group["initial_lr"])) else 1.0
-            _set_in_group(group, "lr", value * factor if base != value else group["lr"])
-            group["initial_lr"] = value
-            for inner in (schedule, *getattr(schedule, "_schedulers", ())):
-                if hasattr(inner, "base_lrs"):
-                    inner.base_lrs[k] = value
-
-
-def kinds_of(schedule: Any | None) -> list[str]:
-    """The classes of a schedule and of those inside it."""
-    if schedule is None:
-        return []
-    inner: Sequence[Any] = getattr(schedule, "_schedulers", ())
-    return [type(schedule).__name__, *(kind for part in inner for kind in kinds_of(part))]
-
-
-def _set_in_group(group: dict[str, Any], key: str, value: Any) -> None:
-    old: Any = group.get(key)
-    if isinstance(old, Tensor):
-        old.fill_(float(value))
-    else:
-        group[key] = tuple(value) if isinstance(old, tuple) else value
-
-
-_NOT_PLAIN = object()
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Tensor) and value.dim() == 0:
-        return value.item()
-    if isinstance(value, list | tuple):
-        items = [_plain(v) for v in value]
-        return _NOT_PLAIN if any(i is _NOT_PLAIN for i in items) else items
-    return value if value is None or isinstance(value, bool | int | float | str) else _NOT_PLAIN
-
-
-def schedule_to_json(schedule: Any | None) -> str | None:
-    """A scheduler's state, or None when it holds more than numbers (it is then stepped again)."""
-    if schedule is None:
-        return None
-    try:
-        state = schedule.state_dict()
-        text = json.dumps(state)
-    except (TypeError, ValueError, AttributeError):
-        return None
-    # MultiStepLR's milestones are a dict with whole numbers as keys, which JSON makes strings.
-    return text if _alike(json.loads(text), state) else None
-
-
-def _alike(read: Any, state: Any) -> bool:
-    """Whether what JSON gives back is what was put in (tuples may have become lists)."""
-    if isinstance(state, dict):
-        return (
-            isinstance(read, dict)
-            and read.keys() == state.keys()
-            and all(_alike(read[k], v) for k, v in state.items())
-        )
-    if isinstance(state, list | tuple):
-        return len(read) == len(state) and all(map(_alike, read, state))
-    return type(read) is type(state) and read == state
-
-
-def restore(
-    optimizer: Optimizer,
-    schedule: Any | None,
-    *,
-    groups: Sequence[dict[str, Any]],
-    saved: str | None,
-    step: int,
-) -> None:
-    """Groups and schedule as they were at `step`, on a fresh optimizer and a fresh schedule."""
-    if schedule is not None and saved is None:
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # it was, before
-        for _ in range(step):
-            schedule.step()
-    groups_from_json(optimizer, groups)
-    if schedule is not None and saved is not None:
-        schedule.load_state_dict(json.loads(saved))
-
-
-def parameters_by_name(model: Module) -> dict[str, Tensor]:
-    return dict(model.named_parameters())

@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 from manyhands.errors import CheckpointMismatch, TaskError
 from manyhands.train.buffers import Buffers
 from manyhands.train.collective.contract import Lanes
+from manyhands.train.groups import change_groups
 from manyhands.train.layout import Layout, lay_out, parameters_of
 from manyhands.train.memory import Memory
-from manyhands.train.optim import change_groups, parameters_by_name
 
 
 class Replica:
@@ -49,7 +49,7 @@ class Replica:
             else torch.zeros(size, dtype=dtype, device=device)
             for dtype, size in self.layout.sizes.items()
         }
-        self.parameters: dict[str, Tensor] = parameters_by_name(model)
+        self.parameters: dict[str, Tensor] = dict(model.named_parameters())
         self.buffers = Buffers(model)
         self._refuse_strangers()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From config to live objects: which Sync, over which Collective, on which device."""
+"""From task and config to live objects: a replica, on which device, which Sync, over what."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,12 +7,14 @@ from pathlib import Path
 import torch
 
 from manyhands.config import TrainConfig
-from manyhands.errors import ConfigError
+from manyhands.errors import ConfigError, TaskError
+from manyhands.task import Task
 from manyhands.train.collective.contract import Collective, Patience, Sizes
 from manyhands.train.collective.group import Group
 from manyhands.train.collective.shared import Room, Shared
 from manyhands.train.memory import Memory
-from manyhands.train.state import Replica
+from manyhands.train.seeds import seed_everything
+from manyhands.train.state import Replica, build_model
 from manyhands.train.sync.allreduce import AllReduce, Meet
 from manyhands.train.sync.alone import Alone
 from manyhands.train.sync.contract import Auditor, Moment, Sync
@@ -27,6 +29,20 @@ def choose_device(train: TrainConfig, rank: int) -> torch.device:
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
+
+
+def replica(task: Task, train: TrainConfig, memory: Memory, device: torch.device) -> Replica:
+    """Model, optimizer and schedule: the same in every worker, from the seed."""
+    assert task.optimizer is not None
+    seed_everything(train.seed, "model")
+    model = build_model(task.model).to(device).train()
+    optimizer = task.optimizer(model)
+    schedule = task.schedule(optimizer) if task.schedule else None
+    if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise TaskError(
+            "Task: ReduceLROnPlateau wants a score at every step; use a schedule that does not."
+        )
+    return Replica(model, optimizer, schedule, memory, device)
 
 
 def collective(

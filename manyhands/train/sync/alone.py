@@ -18,10 +18,11 @@ from manyhands.errors import LossNotFinite, TaskError
 from manyhands.train.buffers import Row
 from manyhands.train.clip import block_norms, coefficient, torch_coefficient
 from manyhands.train.keep import Keep
+from manyhands.train.kinds import NOTHING_KEPT, how_to_cut
 from manyhands.train.layout import BLOCK, share_out, units
 from manyhands.train.leaf import Leaf, LossFn, compute
 from manyhands.train.memory import Memory
-from manyhands.train.optim import NOTHING_KEPT, SharedOut, how_to_cut, one_thread
+from manyhands.train.optim import SharedOut, one_thread
 from manyhands.train.state import Replica
 from manyhands.train.sync.canonical import finish
 from manyhands.train.sync.contract import CHANGING_NAMES, MIXED_WEIGHTS, Place, StepFacts

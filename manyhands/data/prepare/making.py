@@ -1,0 +1,396 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Making: divided records → encoded, shuffled shards and their manifest.
+
+    fit       facts of the training records, piece by piece, joined in the order of pieces
+    apply     a piece's rows encoded and spilled, grouped by the shard they belong to
+    shuffle   a shard's rows gathered from all spills, sorted by key, written and described
+
+A record's key is a bijection of its id, so the order of records is the order of keys, whoever
+wrote them. Copies of a record (`balance over`) have ids of their own.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from manyhands.data.encode.balance import balance, resample, sample
+from manyhands.data.encode.column_facts import Facts, collect, merge, statistics
+from manyhands.data.encode.encoders import Encoders, attempt, choose, encoded_schema, finish
+from manyhands.data.encode.encoding import Encoding, parse_encoding, with_missing
+from manyhands.data.encode.fitting import Classes, Fitted
+from manyhands.data.encode.pack import match, pack, packed_schema
+from manyhands.data.formats import write_parquet, write_tfrecord
+from manyhands.data.hashing import mix64
+from manyhands.data.manifest import VERSION, Manifest, ShardInfo, SplitInfo, read_manifest
+from manyhands.data.mapreduce.shuffle import KEY, Spilled, buckets_for, gather, spill
+from manyhands.data.mapreduce.tasks import Job, digest_of
+from manyhands.data.prepare.dividing import Division, load_splits
+from manyhands.data.prepare.recipe import SUFFIX, Recipe
+from manyhands.data.prepare.site import Site
+from manyhands.data.prepare.stage import read_piece
+from manyhands.data.schema import ID, Column, Schema, column_of
+from manyhands.data.shards import write_shard
+from manyhands.errors import DataError
+from manyhands.rundir import write_whole
+
+WEIGHT = "weight"
+_COPY_BITS = 55
+"""Copies of a record are told apart above its id."""
+_SAMPLE_ROWS = 1000
+_LEAST_BUCKET = 6
+"""A bucket is at most this part of a worker's memory."""
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """What every task of `apply` needs to know; kept in a file."""
+
+    raw: Schema
+    """Of the pieces."""
+    sides: list[int]
+    """Of each split of the division: the split it becomes here."""
+    fitted: dict[str, Fitted]
+    seed: int
+    pack: dict[str, list[str]]
+    sample: float
+    how: str
+    """"", "weight", "under" or "over"."""
+    label: str
+    counts: list[int]
+    """Training records of each class."""
+
+
+class Fit(msgspec.Struct, frozen=True):
+    file: str
+
+
+class Applied(msgspec.Struct, frozen=True):
+    spilled: Spilled
+    refused: list[tuple[int, str]]
+    """Records that cannot be encoded, by id, with the reason."""
+
+
+class Shard(msgspec.Struct, frozen=True):
+    info: ShardInfo
+    labels: dict[str, int]
+
+
+# ---- what tasks do
+
+
+def read_rows(
+    piece: str, raw: Schema, groups: Mapping[str, Sequence[str]], stem: str, share: float
+) -> tuple[pa.Table, NDArray[np.int8]]:
+    """A piece's rows, packed, and their splits; of a sample, if that is wanted."""
+    table = read_piece(Path(piece), {c.name: c.type for c in raw})
+    splits = load_splits(stem)
+    if share < 1:
+        chosen = sample(table.column(ID).to_numpy().view(np.uint64), share)
+        table, splits = table.filter(pa.array(chosen)), splits[chosen]
+    return pack(table, groups), splits
+
+
+def fit(
+    piece: str,
+    raw: Schema,
+    groups: Mapping[str, Sequence[str]],
+    stem: str,
+    share: float,
+    training: Sequence[int],
+    packed: Schema,
+    encodings: Mapping[str, Encoding],
+    to: str,
+) -> Fit:
+    table, splits = read_rows(piece, raw, groups, stem, share)
+    table = table.filter(pa.array(np.isin(splits, training)))
+    write_whole(Path(to), collect(table, packed, encodings))
+    return Fit(to)
+
+
+def apply(piece: str, stem: str, plan_file: str, buckets: Sequence[int], to: str) -> Applied:
+    plan = msgspec.json.decode(Path(plan_file).read_bytes(), type=Plan)
+    table, splits = read_rows(piece, plan.raw, plan.pack, stem, plan.sample)
+    encoded, sides, refused = encode_rows(table, splits, plan)
+    keys = mix64(plan.seed, encoded.column(ID).to_numpy())
+    return Applied(spill(Path(to), encoded, sides, keys, buckets), refused)
+
+
+def encode_rows(
+    table: pa.Table, splits: NDArray[np.int8], plan: Plan
+) -> tuple[pa.Table, NDArray[np.int8], list[tuple[int, str]]]:
+    """Rows as they will stand in shards, the split of each, and the rows that cannot."""
+    sides = np.array([*plan.sides, -1], dtype=np.int8)[splits]
+    if (placed := sides >= 0).all() is not np.True_:
+        table, sides = table.filter(pa.array(placed)), sides[placed]
+    ids = table.column(ID).to_numpy()
+    encoded, wrong = attempt(plan.fitted, table)
+    if wrong:
+        sides = np.delete(sides, list(wrong))
+    refused = [(int(ids[row]), what) for row, what in wrong.items()]
+    if plan.how:
+        encoded, sides = balanced(encoded, sides, plan)
+    return encoded, sides, refused
+
+
+def balanced(
+    encoded: pa.Table, sides: NDArray[np.int8], plan: Plan
+) -> tuple[pa.Table, NDArray[np.int8]]:
+    """Training records weighed, left out or repeated by their label; the others once."""
+    labels = encoded.column(plan.label).to_numpy()
+    if plan.how == "weight":
+        weights = np.append(balance(plan.counts), np.float32(1.0))
+        found = weights[np.where((labels >= 0) & (labels < len(plan.counts)), labels, -1)]
+        found = np.where(sides == 0, found, np.float32(1.0)).astype(np.float32)
+        return encoded.append_column(WEIGHT, pa.array(found)), sides
+    ids = encoded.column(ID).to_numpy()
+    how = "under" if plan.how == "under" else "over"
+    often = resample(ids.view(np.uint64), labels, plan.counts, how)
+    often = np.where(sides == 0, often, 1)
+    rows = np.repeat(np.arange(len(ids)), often)
+    copies = np.arange(len(rows)) - np.repeat(np.cumsum(often) - often, often)
+    copied = encoded.take(pa.array(rows))
+    marked = copied.column(ID).to_numpy() | (copies.astype(np.int64) << _COPY_BITS)
+    place = copied.column_names.index(ID)
+    return copied.set_column(place, ID, pa.array(marked)), sides[rows]
+
+
+def shuffle(
+    index_file: str, split: int, bucket: int, to: str, recipe: Recipe, schema: Schema, label: str
+) -> Shard:
+    spills = [Path(p) for p in Path(index_file).read_text().splitlines()]
+    table = gather(spills, split, bucket).drop_columns([KEY])
+    table = table.select([c.name for c in schema])
+    info = write_records(Path(f"{to}.{SUFFIX[recipe.format]}"), table, recipe)
+    counted: dict[str, int] = {}
+    if label:
+        values, counts = np.unique(table.column(label).to_numpy(), return_counts=True)
+        counted = {str(v): int(n) for v, n in zip(values.tolist(), counts.tolist(), strict=True)}
+    return Shard(info, counted)
+
+
+def write_records(path: Path, table: pa.Table, recipe: Recipe) -> ShardInfo:
+    """A shard in the format that was asked for."""
+    if recipe.format == "arrow":
+        return write_shard(path, table, compression=recipe.compression or None)
+    write = write_parquet if recipe.format == "parquet" else write_tfrecord
+    return write(path, table, compression=recipe.compression or None)
+
+
+# ---- the story
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    manifest: Manifest
+    refused: list[tuple[int, str]]
+    """Records that cannot be encoded, by id, with the reason."""
+
+
+def make(
+    site: Site,
+    pieces: Sequence[str],
+    raw: Schema,
+    division: Division,
+    *,
+    held_out: int | None = None,
+) -> Made:
+    """One data set: with the division's splits, or with one fold held out."""
+    recipe = site.recipe
+    prefix = "" if held_out is None else f"fold-{held_out}-"
+    folder = site.folder if held_out is None else site.folder / f"fold-{held_out}"
+    folder.mkdir(exist_ok=True)
+    names, sides = division.rule.names, list(range(len(division.rule.names)))
+    if held_out is not None:
+        names, sides = ("train", "test"), [int(k == held_out) for k in sides]
+    elif recipe.like and names == ("train",):
+        names = ("test",)
+    fitter = _Fitter(site, pieces, raw, division, prefix)
+    fitted, told = fitter.like() if recipe.like else fitter.fit(sides)
+    plan = fitter.plan(fitted, sides)
+    schema = encoded_schema((Column(ID, "int64", "id"), *fitter.packed), fitted)
+    if recipe.balance == "weight":
+        schema = (*schema, Column(WEIGHT, "float32", "weight"))
+    plan_file = site.work / f"{prefix}plan.json"
+    write_whole(plan_file, msgspec.json.encode(plan))
+    key = digest_of(site.key, msgspec.json.encode(plan))
+    buckets = fitter.buckets(plan, len(names))
+
+    spills = site.work / f"{prefix}spills"
+    spills.mkdir(exist_ok=True)
+    paths = [spills / f"{k:06}.spill" for k in range(len(pieces))]
+    applied = site.crew.do(
+        f"{prefix}apply",
+        [
+            Job(f"{k:06}", apply, (piece, stem, str(plan_file), buckets, str(path)), key=key)
+            for k, (piece, stem, path) in enumerate(zip(pieces, division.stems, paths, strict=True))
+        ],
+        Applied,
+    )
+    index = spills / "index"
+    write_whole(index, "\n".join(map(str, paths)))
+    label = plan.label if isinstance(fitted.get(plan.label), Classes) else ""
+    wanted = [(split, bucket) for split in range(len(names)) for bucket in range(buckets[split])]
+    stems = [f"{names[split]}-{bucket:05}" for split, bucket in wanted]
+    shards = site.crew.do(
+        f"{prefix}shuffle",
+        [
+            Job(
+                stem,
+                shuffle,
+                (str(index), *place, str(folder / stem), recipe, schema, label),
+                key=key,
+            )
+            for stem, place in zip(stems, wanted, strict=True)
+        ],
+        Shard,
+    )
+    by_split: dict[str, list[Shard]] = {name: [] for name in names}
+    for (split, _), shard in zip(wanted, shards, strict=True):
+        by_split[names[split]].append(shard)
+    manifest = Manifest(
+        version=VERSION,
+        format=recipe.format,
+        seed=recipe.seed,
+        schema=schema,
+        splits={name: _split_info(found, fitted.get(label)) for name, found in by_split.items()},
+        raw=raw,
+        encoders=Encoders(fitted).dump(),
+        split=recipe.split if held_out is None else f"fold {held_out} of {recipe.folds}",
+        statistics=told,
+        leakage=division.report.counts,
+    )
+    return Made(manifest, [found for a in applied for found in a.refused])
+
+
+def _split_info(shards: Sequence[Shard], classes: Fitted | None) -> SplitInfo:
+    counts: dict[str, int] = {}
+    for shard in shards:
+        for place, count in shard.labels.items():
+            counts[place] = counts.get(place, 0) + count
+    known = classes.values if isinstance(classes, Classes) else []
+    labels = {
+        str(known[int(place)]) if 0 <= int(place) < len(known) else "unknown": count
+        for place, count in sorted(counts.items(), key=lambda item: int(item[0]))
+    }
+    infos = [shard.info for shard in shards]
+    return SplitInfo(sum(i.rows for i in infos), sum(i.nbytes for i in infos), infos, labels)
+
+
+class _Fitter:
+    """Fitting, and what is known before it."""
+
+    def __init__(
+        self, site: Site, pieces: Sequence[str], raw: Schema, division: Division, prefix: str
+    ) -> None:
+        self.site, self.pieces, self.raw, self.division = site, pieces, raw, division
+        self.prefix, self.recipe = prefix, site.recipe
+        names = [c.name for c in raw]
+        self.groups = {name: match(p, names) for name, p in self.recipe.pack.items()}
+        self.packed = packed_schema(raw, self.groups)
+
+    def fit(self, sides: Sequence[int]) -> tuple[dict[str, Fitted], dict[str, Any]]:
+        """Encoders, and statistics for people, from the training records."""
+        asked = self._asked()
+        folder = self.site.work / f"{self.prefix}facts"
+        folder.mkdir(exist_ok=True)
+        training = [k for k, side in enumerate(sides) if side == 0]
+        key = digest_of(self.site.key, repr((asked, training)))
+        jobs = [
+            Job(
+                f"{k:06}",
+                fit,
+                (
+                    piece,
+                    self.raw,
+                    self.groups,
+                    stem,
+                    self.recipe.sample,
+                    training,
+                    self.packed,
+                    asked,
+                    str(folder / f"{k:06}.facts"),
+                ),
+                key=key,
+            )
+            for k, (piece, stem) in enumerate(zip(self.pieces, self.division.stems, strict=True))
+        ]
+        done = self.site.crew.do(f"{self.prefix}fit", jobs, Fit)
+        facts = merge(Path(d.file).read_bytes() for d in done)
+        fitted = {c.name: self._finish(c, facts[c.name], asked.get(c.name)) for c in self.packed}
+        return fitted, {name: statistics(f) for name, f in facts.items()}
+
+    def _asked(self) -> dict[str, Encoding]:
+        """Encodings as given; a name may be a pattern."""
+        names, asked = [c.name for c in self.packed], dict[str, Encoding]()
+        for pattern, text in self.recipe.encode.items():
+            for name in match([pattern], names):
+                asked[name] = parse_encoding(text)
+        for pattern, how in self.recipe.missing.items():
+            for name in match([pattern], names):
+                if name in asked:
+                    asked[name] = with_missing(asked[name], how)
+        return asked
+
+    def _finish(self, column: Column, facts: Facts, asked: Encoding | None) -> Fitted:
+        encoding = asked
+        if encoding is None:
+            encoding, reason = choose(column, facts)
+            for pattern, how in self.recipe.missing.items():
+                if column.name in match([pattern], [c.name for c in self.packed]):
+                    encoding = with_missing(encoding, how)
+            if encoding.kind == "drop":
+                self.site.note(f"column '{column.name}' is left out: {reason}")
+        return finish(encoding, facts)
+
+    def like(self) -> tuple[dict[str, Fitted], dict[str, Any]]:
+        """The encoders of another prepared folder."""
+        other = read_manifest(Path(self.recipe.like))
+        fitted = Encoders.load(other.encoders).fitted
+        for name in fitted:
+            column_of(self.packed, name)
+        return fitted, other.statistics
+
+    def plan(self, fitted: Mapping[str, Fitted], sides: Sequence[int]) -> Plan:
+        label = self.division.names.label
+        counts: list[int] = []
+        if self.recipe.balance:
+            classes = fitted.get(label)
+            if not isinstance(classes, Classes):
+                raise DataError("--balance needs a label with classes: --label COLUMN.")
+            told = self.division.report.balance
+            training = [k for k, side in enumerate(sides) if side == 0]
+            named = {str(v): k for k, v in enumerate(classes.values)}
+            counts = [0] * len(classes.values)
+            for value, found in told.items():
+                if value in named:
+                    counts[named[value]] = sum(found[k] for k in training)
+        return Plan(
+            raw=self.raw,
+            sides=list(sides),
+            fitted=dict(fitted),
+            seed=self.recipe.seed,
+            pack={name: list(members) for name, members in self.groups.items()},
+            sample=self.recipe.sample,
+            how=self.recipe.balance,
+            label=label,
+            counts=counts,
+        )
+
+    def buckets(self, plan: Plan, splits: int) -> list[int]:
+        """How many shards each split gets, from the size of the first records when encoded."""
+        types = {c.name: c.type for c in self.raw}
+        table = read_piece(Path(self.pieces[0]), types).slice(0, _SAMPLE_ROWS)
+        size = pack(table, plan.pack).nbytes / max(1, table.num_rows)
+        encoded, _ = attempt(plan.fitted, pack(table, plan.pack))
+        grows = encoded.nbytes / max(1, encoded.num_rows) / max(1.0, size)
+        nbytes = [0.0] * splits
+        for divided in self.division.pieces:
+            for k, side in enumerate(plan.sides):
+                nbytes[side] += divided.nbytes[k] * grows * plan.sample
+        limit = min(self.recipe.shard_bytes, max(1 << 16, self.site.memory // _LEAST_BUCKET))
+        return buckets_for(map(round, nbytes), limit)

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The supervisor's clocks: how long ago each worker was heard of, got something done, or ended."""
+
+import time
+from dataclasses import dataclass
+
+from manyhands.launch.messages import Beat
+from manyhands.launch.situation import Phase, Situation, Worker
+
+
+@dataclass(slots=True)
+class _Times:
+    heard: float
+    phase: float
+    progress: tuple[int, float]
+    ended: float = 0.0
+
+
+class Clocks:
+    def __init__(self) -> None:
+        self._of: dict[int, _Times] = {}
+        self._began = 0.0
+
+    def start(self, worker: int) -> None:
+        now = time.monotonic()
+        self._of[worker] = _Times(now, now, (0, now))
+
+    def heard(self, worker: int) -> None:
+        self._of[worker].heard = time.monotonic()
+
+    def beat(self, beat: Beat) -> None:
+        times = self._of[beat.worker]
+        if beat.progress != times.progress[0] or beat.waiting:
+            times.progress = (beat.progress, time.monotonic())
+
+    def enter(self, worker: Worker, phase: Phase) -> None:
+        """A worker is in another phase from now on, and has all its patience before it."""
+        now, times = time.monotonic(), self._of[worker.number]
+        worker.phase = phase
+        times.phase = times.heard = now
+        times.progress = (times.progress[0], now)
+
+    def ended(self, worker: int) -> None:
+        self._of[worker].ended = time.monotonic()
+
+    def begin(self) -> None:
+        """A view is in force: speeds are measured from now on."""
+        self._began = time.monotonic()
+
+    def write_down(self, situation: Situation) -> None:
+        now = time.monotonic()
+        for worker in situation.workers.values():
+            times = self._of[worker.number]
+            worker.silent_s, worker.phase_s = now - times.heard, now - times.phase
+            worker.stuck_s = now - times.progress[1]
+            worker.ended_s = now - times.ended if times.ended else 0.0
+        situation.measured_s = now - self._began if situation.running else 0.0

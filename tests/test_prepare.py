@@ -1,0 +1,423 @@
+"""Preparing, end to end: same bytes whoever does it and however often they die; nothing lost."""
+
+import hashlib
+import json
+import random
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import manyhands as mh
+from manyhands.data.encode.encoders import Encoders
+from manyhands.data.formats import read_table
+from manyhands.data.manifest import read_manifest
+from manyhands.data.prepare.looking import overview, verified
+from manyhands.errors import DataDamaged, DataError
+from manyhands.launch.launchers import Launcher
+from manyhands.testing.faults import FaultPlan
+
+CLASSES = ("low", "middle", "high")
+
+
+def people(path: Path, count: int = 2000, seed: int = 0) -> Path:
+    """Raw records of several kinds, with missing values and repetitions."""
+    draw = random.Random(seed)
+    lines = ["name,age,work,hours,when,note,income"]
+    for i in range(count):
+        if i % 50 == 49:
+            lines.append(lines[-1])  # the same again
+            continue
+        age = "" if draw.random() < 0.1 else str(draw.randint(17, 90))
+        work = draw.choice(["Private", "State", "?", '"Self, own"'])
+        when = f"2015-{draw.randint(1, 12):02}-{draw.randint(1, 28):02} 12:{draw.randint(0, 59):02}"
+        note = " ".join(
+            draw.choice(["good", "bad", "odd", "new"]) for _ in range(draw.randint(1, 6))
+        )
+        income = draw.choice(CLASSES)
+        lines.append(f"p{i % 300},{age},{work},{draw.gauss(40, 9):.3f},{when},{note},{income}")
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def digest(folder: Path) -> str:
+    found = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            found.update(f"{path.relative_to(folder)} ".encode() + path.read_bytes())
+    return found.hexdigest()
+
+
+def rows_of(folder: Path, split: str) -> pa.Table:
+    manifest = read_manifest(folder)
+    shards = manifest.splits[split].shards
+    return pa.concat_tables([read_table(folder / s.file, manifest.schema) for s in shards])
+
+
+# ---- the same bytes
+
+
+def test_the_bytes_depend_on_records_and_recipe_alone(tmp_path: Path) -> None:
+    source = people(tmp_path / "people.csv")
+    ways: list[dict[str, Any]] = [
+        {"workers": 1},
+        {"workers": 2, "memory": "300kB"},
+        {"workers": 3, "memory": "2MB"},
+    ]
+    digests: set[str] = set()
+    with ThreadPoolExecutor(2) as executor:
+        for k, way in enumerate([*ways, {"executor": executor, "workers": 2, "memory": "1MB"}]):
+            to = tmp_path / f"out{k}"
+            mh.prepare(
+                [source],
+                to,
+                label="income",
+                split="group=name:0.8",
+                roles={"note": "text"},
+                shard_size="20kB",
+                **way,
+            )
+            digests.add(digest(to))
+            assert not (to / ".work").exists()
+            assert len(read_manifest(to).splits["train"].shards) > 1
+    assert len(digests) == 1
+
+
+@pytest.mark.parametrize("format", ["arrow", "parquet", "tfrecord"])
+def test_formats_hold_the_same_records(tmp_path: Path, format: str) -> None:
+    source = people(tmp_path / "people.csv", 300)
+    to = tmp_path / "out"
+    mh.prepare([source], to, label="income", roles={"note": "text"}, format=format, workers=1)
+    assert not verified(to)
+    records = mh.prepared(to)
+    from manyhands.data.records import open_data
+
+    train, held_out = open_data(records, None)
+    assert held_out is not None
+    assert len(train) + len(held_out) == 300
+    batch: dict[str, Any] = train.batch(np.arange(10))
+    assert batch["note"].shape[0] == 10
+    assert batch["note_length"].max() == batch["note"].shape[1]
+    assert batch["when"].shape == (10, 7)
+    again = tmp_path / "again"
+    mh.prepare([source], again, label="income", roles={"note": "text"}, workers=1)
+    same: dict[str, Any] = open_data(str(again), None)[0].batch(np.arange(10))
+    for name, values in batch.items():
+        assert torch.equal(values, same[name]), name
+
+
+def interrupted(command: list[str], after_s: float) -> int:
+    """kill -9 a command after some time, if it is not done before; its exit code."""
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    try:
+        return process.wait(after_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()
+    finally:
+        deadline = time.monotonic() + 20
+        while of_session(process.pid) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not of_session(process.pid), "processes that a killed driver has left behind"
+
+
+def of_session(leader: int) -> list[str]:
+    """Processes that were started by this one, or by those it started."""
+    stats = [_read(path) for path in Path("/proc").glob("[0-9]*/stat")]
+    return [s for s in stats if s and s.rpartition(")")[2].split()[3] == str(leader)]
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+@pytest.mark.timeout(240)
+def test_killed_at_any_moment_and_continued(tmp_path: Path) -> None:
+    source = people(tmp_path / "people.csv", 4000)
+    calm = tmp_path / "calm"
+    options = ["--label", "income", "--id", "name", "--memory", "400kB", "--shard-size", "30kB"]
+    command = [sys.executable, "-m", "manyhands", "prepare", str(source), *options, "-q"]
+    began = time.monotonic()
+    assert subprocess.run([*command, "--to", str(calm)], check=False).returncode == 0
+    took = time.monotonic() - began
+    draw, stormy, kills = random.Random(7), tmp_path / "stormy", 0
+    while interrupted([*command, "--to", str(stormy)], draw.uniform(0.4, 1.0) * took) != 0:
+        kills += 1
+        if (stormy / "manifest.json").exists():  # all that was left to do was tidying up
+            break
+        took *= 1.0 if kills < 6 else 2.0
+    assert kills > 0
+    with pytest.raises(DataError, match="already holds"):
+        mh.prepare([source], stormy)
+    assert digest(stormy) == digest(calm)
+
+
+def test_a_worker_process_that_dies_is_replaced(tmp_path: Path) -> None:
+    """kill -9 of a pool process in the middle: the driver goes on and the bytes are the same."""
+    source = people(tmp_path / "people.csv", 3000)
+    options = {"label": "income", "workers": 2, "memory": "300kB"}
+    mh.prepare([source], tmp_path / "calm", **options)
+    code = (
+        "import os, signal, sys, threading, time\n"
+        "import manyhands as mh\n"
+        "from pathlib import Path\n"
+        "def kill():\n"
+        "    while True:\n"
+        "        time.sleep(0.05)\n"
+        "        found = Path(f'/proc/self/task/{os.getpid()}/children').read_text().split()\n"
+        "        busy = [int(p) for p in found if b'spawn_main' in "
+        "Path(f'/proc/{p}/cmdline').read_bytes()]\n"
+        "        if busy and (Path(sys.argv[2]) / '.work' / 'stage').exists():\n"
+        "            os.kill(busy[0], signal.SIGKILL)\n"
+        "            return\n"
+        "threading.Thread(target=kill, daemon=True).start()\n"
+        "mh.prepare([sys.argv[1]], sys.argv[2], label='income', workers=2, memory='300kB')\n"
+    )
+    command = [sys.executable, "-c", code, str(source), str(tmp_path / "stormy")]
+    subprocess.run(command, check=True, timeout=100)
+    assert digest(tmp_path / "stormy") == digest(tmp_path / "calm")
+
+
+def test_other_settings_do_not_continue_an_interrupted_preparation(tmp_path: Path) -> None:
+    source = people(tmp_path / "people.csv", 200)
+    to = tmp_path / "out"
+    with pytest.raises(DataError, match="no column matches"):
+        mh.prepare([source], to, keep=["nothing*"], workers=1)
+    assert (to / ".work").exists()
+    with pytest.raises(DataError, match="--restart"):
+        mh.prepare([source], to, workers=1)
+    mh.prepare([source], to, workers=1, restart=True)
+    with pytest.raises(DataError, match="already holds a prepared data set"):
+        mh.prepare([source], to, workers=1)
+
+
+# ---- nothing lost
+
+
+def test_rows_in_are_rows_out_and_rows_reported(tmp_path: Path) -> None:
+    source = people(tmp_path / "people.csv", 500)
+    lines = source.read_bytes().splitlines()
+    lines[10] += b",too many"
+    lines[20] = b"too,few"
+    lines[30] = lines[30].replace(b"p", b"\xff\xfe", 1)
+    lines[40] = lines[40].replace(b"p", b"\0", 1)
+    lines[50] = lines[50].rsplit(b",", 1)[0] + b","  # no label
+    source.write_bytes(b"\n".join(lines) + b"\n")
+    with pytest.raises(DataError) as caught:
+        mh.prepare([source], tmp_path / "fails", label="income", workers=1)
+    byte = sum(len(line) + 1 for line in lines[:10])
+    assert f"{source}, record 10, byte {byte:,}" in str(caught.value)
+    with pytest.raises(DataError, match="skip:4 allows 4"):
+        mh.prepare([source], tmp_path / "few", label="income", on_error="skip:4", workers=1)
+    to = tmp_path / "out"
+    mh.prepare([source], to, label="income", on_error="skip:5", workers=1)
+    told = overview(to)
+    assert told["records"] == 500
+    assert told["skipped"] == 5
+    assert told["rows"] == 495
+    skipped = [json.loads(line) for line in (to / "skipped.jsonl").read_text().splitlines()]
+    assert [s["record"] for s in skipped] == [9, 19, 29, 39, 49]
+
+
+def test_records_without_a_time_belong_to_no_split(tmp_path: Path) -> None:
+    source = tmp_path / "when.csv"
+    rows = [f"{i},2015-03-{1 + i % 28:02}" for i in range(100)]
+    rows[40] = "40,"
+    source.write_text("x,when\n" + "\n".join(rows) + "\n")
+    with pytest.raises(DataError, match=r"record 41.*'when' is missing"):
+        mh.prepare([source], tmp_path / "fails", split="time=when:0.8", workers=1)
+    to = tmp_path / "out"
+    mh.prepare([source], to, split="time=when:0.8", on_error="skip:1", workers=1)
+    assert overview(to)["rows"] == 99
+    train, test = rows_of(to, "train"), rows_of(to, "test")
+    assert max(train["when"].to_pylist()) < min(test["when"].to_pylist())
+
+
+def test_secrets_are_not_written(tmp_path: Path) -> None:
+    import fsspec
+
+    memory = fsspec.filesystem("memory")
+    memory.pipe("/secret/people.csv", people(tmp_path / "people.csv", 50).read_bytes())
+    to = tmp_path / "out"
+    url = "memory://secret/people.csv?token=hunter2"
+    try:
+        mh.prepare([url], to, workers=1)
+    except DataError as error:
+        assert "hunter2" not in str(error)
+    for path in to.rglob("*"):
+        if path.is_file():
+            assert b"hunter2" not in path.read_bytes()
+
+
+# ---- splits and encoders
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 6), st.integers(0, 6), st.sampled_from("abc")),
+        min_size=30,
+        max_size=120,
+    ),
+    st.sampled_from(["ratio=0.5", "group=who:0.5"]),
+)
+def test_nothing_leaks(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[tuple[int, int, str]], split: str
+) -> None:
+    """Ids and contents in any tangle: linked ones are on one side."""
+    folder = tmp_path_factory.mktemp("leak")
+    source = folder / "rows.csv"
+    lines = [f"k{key},{value},{who}" for key, value, who in rows]
+    source.write_text("id,value,who\n" + "\n".join(lines) + "\n")
+    try:
+        made = mh.prepare([source], folder / "out", id="id", split=split, workers=1)
+    except DataError as error:
+        assert "no record falls into" in str(error)
+        return
+    assert made.leakage["ids"] == made.leakage["contents"] == 0
+    assert sum(s.rows for s in made.splits.values()) == len(rows)
+
+
+def test_encoders_learn_from_training_records_only(tmp_path: Path) -> None:
+    source = tmp_path / "rows.csv"
+    rows = [f"{i},{'late' if i >= 80 else 'early'},{i}" for i in range(100)]
+    source.write_text("x,word,when\n" + "\n".join(rows) + "\n")
+    to = tmp_path / "out"
+    made = mh.prepare([source], to, split="time=when:0.8", workers=1)
+    train, test = rows_of(to, "train"), rows_of(to, "test")
+    values = np.array(train["x"].to_pylist())
+    assert abs(values.mean()) < 1e-6 and abs(values.std() - 1) < 1e-6
+    assert min(test["x"].to_pylist()) > 1.7
+    encoders = Encoders.load(made.encoders)
+    served = encoders.apply({"x": [0, 99], "word": ["early", "never seen"]})
+    assert served["x"].to_pylist() == [min(train["x"].to_pylist()), max(test["x"].to_pylist())]
+
+
+def test_folds(tmp_path: Path) -> None:
+    source = people(tmp_path / "people.csv", 400)
+    to = tmp_path / "out"
+    mh.prepare([source], to, label="income", folds=4, workers=1)
+    held_out: list[int] = []
+    for k in range(4):
+        train, test = rows_of(to / f"fold-{k}", "train"), rows_of(to / f"fold-{k}", "test")
+        assert train.num_rows + test.num_rows == 400
+        held_out += test["_id"].to_pylist()
+    assert sorted(held_out) == list(range(400))
+    assert not verified(to)
+
+
+def test_like_another_folder(tmp_path: Path) -> None:
+    source = people(tmp_path / "people.csv", 400)
+    mh.prepare([source], tmp_path / "first", label="income", split="none", workers=1)
+    mh.prepare([source], tmp_path / "second", like=tmp_path / "first", workers=1)
+    first, second = rows_of(tmp_path / "first", "train"), rows_of(tmp_path / "second", "test")
+    assert first.equals(second)
+
+
+# ---- training on it
+
+
+def small_task(folder: Path) -> mh.Task:
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(2, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 3))
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        return nn.functional.cross_entropy(model(batch["x"]), batch["income"])
+
+    return mh.Task(
+        model=model,
+        loss=loss,
+        optimizer=lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2),
+        data=mh.prepared(folder, stack={"x": ["age", "hours"]}),
+    )
+
+
+def test_training_gives_the_same_bits_for_any_workers_and_through_kills(
+    tmp_path: Path, launcher: Launcher
+) -> None:
+    source = people(tmp_path / "people.csv", 1000)
+    mh.prepare([source], tmp_path / "data", label="income", workers=1, shard_size="5kB")
+    assert len(read_manifest(tmp_path / "data").splits["train"].shards) > 3
+    task = small_task(tmp_path / "data")
+    ways: list[tuple[int, FaultPlan | None]] = [
+        (1, None),
+        (3, None),
+        (3, FaultPlan().kill(rank=1, at_step=7, at="update").kill(rank=0, at_step=12)),
+    ]
+    marks = {
+        mh.train(
+            task,
+            to=tmp_path / f"run{k}",
+            workers=workers,
+            settings=["train.batch=64", "train.micro_batch=8", "train.epochs=2"],
+            quiet=True,
+            launcher=launcher,
+            faults=faults,
+        ).fingerprint
+        for k, (workers, faults) in enumerate(ways)
+    }
+    assert len(marks) == 1
+
+
+@pytest.mark.parametrize("how", ["flipped", "truncated", "missing"])
+def test_damage_is_found_and_named(tmp_path: Path, how: str, launcher: Launcher) -> None:
+    source = people(tmp_path / "people.csv", 500)
+    folder = tmp_path / "data"
+    mh.prepare([source], folder, label="income", workers=1)
+    shard = folder / read_manifest(folder).splits["train"].shards[0].file
+    data = bytearray(shard.read_bytes())
+    match how:
+        case "flipped":
+            data[len(data) // 2] ^= 4
+            shard.write_bytes(data)
+        case "truncated":
+            shard.write_bytes(data[:-100])
+        case _:
+            shard.unlink()
+    (damage,) = verified(folder)
+    assert shard.name in damage and "bytes" in damage
+    with pytest.raises((mh.RunFailed, DataDamaged, mh.RequestError)) as caught:
+        mh.train(small_task(folder), to=tmp_path / "run", workers=2, quiet=True, launcher=launcher)
+    assert shard.name in str(caught.value)
+
+
+def test_the_command_line(tmp_path: Path) -> None:
+    source = people(tmp_path / "people.csv", 300)
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "manyhands", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+    to = str(tmp_path / "out")
+    made = run("prepare", str(source), "--label", "income", "--to", to)
+    assert made.returncode == 0, made.stderr
+    assert "nothing leaks" in made.stdout
+    assert max(map(len, made.stdout.splitlines())) <= 100
+    shown = json.loads(run("data", to, "--json").stdout)
+    assert set(shown["splits"]) == {"train", "test"}
+    assert sum(s["rows"] for s in shown["splits"].values()) == 300
+    assert sum(shown["splits"]["train"]["labels"].values()) == shown["splits"]["train"]["rows"]
+    assert run("data", to, "--verify").returncode == 0
+    shard = next(Path(to).glob("train-*.arrow"))
+    data = bytearray(shard.read_bytes())
+    data[1000] ^= 1
+    shard.write_bytes(data)
+    broken = run("data", to, "--verify")
+    assert broken.returncode == 1 and shard.name in broken.stderr
+    wrong = run("prepare", str(source), "--split", "half", "--to", to + "2")
+    assert wrong.returncode == 2 and "ratio=0.8" in wrong.stderr
