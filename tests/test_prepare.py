@@ -21,6 +21,10 @@ from torch import nn
 import manyhands as mh
 from manyhands.data.encode.encoders import Encoders
 from manyhands.data.formats import read_table
+from manyhands.data.hosts.cache import Cache
+from manyhands.data.hosts.peers import Credentials, ShardServer
+from manyhands.data.hosts.placement import Host, place
+from manyhands.data.hosts.transfer import Direct, Peer, Peers, Replicate
 from manyhands.data.manifest import read_manifest
 from manyhands.data.prepare.looking import overview, verified
 from manyhands.errors import DataDamaged, DataError
@@ -332,7 +336,7 @@ def test_like_another_folder(tmp_path: Path) -> None:
 # ---- training on it
 
 
-def small_task(folder: Path) -> mh.Task:
+def small_task(folder: Path, **options: Any) -> mh.Task:
     def model() -> nn.Module:
         return nn.Sequential(nn.Linear(2, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 3))
 
@@ -343,7 +347,7 @@ def small_task(folder: Path) -> mh.Task:
         model=model,
         loss=loss,
         optimizer=lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2),
-        data=mh.prepared(folder, stack={"x": ["age", "hours"]}),
+        data=mh.prepared(folder, stack={"x": ["age", "hours"]}, **options),
     )
 
 
@@ -372,6 +376,56 @@ def test_training_gives_the_same_bits_for_any_workers_and_through_kills(
         for k, (workers, faults) in enumerate(ways)
     }
     assert len(marks) == 1
+
+
+@pytest.mark.parametrize("policy", ["block", "random", "hash", "balanced"])
+def test_any_placement_and_transfer_gives_the_same_bits(
+    tmp_path: Path, launcher: Launcher, policy: str
+) -> None:
+    """Two hosts keep the shards between them; a third, where training is, asks them for each."""
+    source = people(tmp_path / "people.csv", 600)
+    folder = tmp_path / "data"
+    made = mh.prepare([source], folder, label="income", workers=1, shard_size="5kB")
+    shards = [shard for split in made.splits.values() for shard in split.shards]
+    secret = Credentials.of(b"only holders of this may ask")
+    placement = place(shards, [Host("a"), Host("b")], policy)
+    servers: dict[str, ShardServer] = {}
+    try:
+        for host in ("a", "b"):
+            kept = Cache(tmp_path / host)
+            for shard in shards:
+                if host in placement.holders(shard.file):
+                    kept.hold(shard, lambda file, s=shard: copy_into(folder / s.file, file))
+                    kept.release(shard)
+            servers[host] = ShardServer(kept, made, secret)
+        addresses = {host: server.address for host, server in servers.items()}
+        peers = Peers(placement, addresses, secret, here="c")
+        transfers = {
+            "direct": Direct(str(folder)),
+            "replicate": Replicate(str(folder), Cache(tmp_path / "copy")),
+            "peer": Peer(None, Cache(tmp_path / "c"), peers),  # no origin: hosts or nobody
+        }
+        marks: dict[str, str] = {}
+        for name, transfer in (
+            transfers.items() if policy == "hash" else [("peer", transfers["peer"])]
+        ):
+            task = small_task(folder, transfer=transfer)
+            marks[name] = fingerprint_of(task, tmp_path / f"run-{name}", launcher)
+        marks["plain"] = fingerprint_of(small_task(folder), tmp_path / "run-plain", launcher)
+        assert len(set(marks.values())) == 1, marks
+    finally:
+        for server in servers.values():
+            server.close()
+
+
+def copy_into(path: Path, file: Any) -> None:
+    file.write(path.read_bytes())
+
+
+def fingerprint_of(task: mh.Task, to: Path, launcher: Launcher) -> str:
+    settings = ["train.batch=64", "train.micro_batch=16", "train.epochs=1"]
+    report = mh.train(task, to=to, workers=2, settings=settings, quiet=True, launcher=launcher)
+    return report.fingerprint
 
 
 @pytest.mark.parametrize("how", ["flipped", "truncated", "missing"])

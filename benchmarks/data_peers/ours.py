@@ -9,8 +9,9 @@ import torch
 from peers import BATCH, Convert, Epoch, main
 
 import manyhands as mh
-from manyhands.data.order import Visit
+from manyhands.data.feed import Feed
 from manyhands.data.prepared import open_prepared
+from manyhands.deal import steps_per_epoch
 
 
 class Prepared:
@@ -30,12 +31,14 @@ class Prepared:
         torch.set_num_threads(1)  # as in a worker
         records = open_prepared(self.folder(folder, work), "train")
 
+        feed = Feed(records, seed=0, batch=BATCH, micro_batch=BATCH, seeder=lambda *key: None)
+        steps = steps_per_epoch(len(records), BATCH)
+
         def epoch(number: int) -> Iterator[int]:
-            visit = Visit(0, number)
-            order = records.order(0, number)
-            for start in range(0, len(records), BATCH):
-                ids = order[range(start, min(start + BATCH, len(records)))]
-                yield len(records.batch(ids, visit)["_id"])
+            for step in range(number * steps, (number + 1) * steps):
+                cut = feed.cut(step)
+                for part in feed.micro_batches(cut, range(len(cut.sizes))):
+                    yield part.records
 
         return epoch
 

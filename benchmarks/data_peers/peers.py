@@ -401,7 +401,7 @@ NEEDS = {
 }
 
 
-def speed(epoch: Epoch, limit_s: float = 60.0) -> float:
+def speed(epoch: Epoch, limit_s: float = 15.0) -> float:
     """Records per second after a first epoch (or `limit_s / 3` of one) that does not count."""
     began = time.perf_counter()
     for _ in epoch(0):

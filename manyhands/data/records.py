@@ -87,6 +87,7 @@ def prepared(
     transform: Transform | None = None,
     verify: bool = True,
     window: int | None = None,
+    transfer: "Transfer | None" = None,
 ) -> PreparedData:
     """Prepared data for a task: `mh.Task(data=mh.prepared("data/clicks", pad=128), ...)`.
 
@@ -94,7 +95,8 @@ def prepared(
     of different lengths also NAME_length (or, with pad="flat", NAME_offsets); and `_id`. `columns`
     are those wanted (default: all but text); `stack={"x": ["age", "hours"]}` makes them one float32
     matrix. `transform(batch, draw)` changes batches: see `data.augment`. `window` is how many
-    records are mixed at least (default: as many as 128 MiB hold).
+    records are mixed at least (default: as many as 128 MiB hold). `transfer` says how shards get
+    here (`data.hosts.transfer`; default: they are here).
     """
     return PreparedData(
         folder=Path(folder),
@@ -105,6 +107,7 @@ def prepared(
         transform=transform,
         verify=verify,
         window=window,
+        transfer=transfer,
     )
 
 

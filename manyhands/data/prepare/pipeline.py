@@ -18,16 +18,16 @@ number of workers, their memory, how often they died, or who they were.
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from manyhands.data.manifest import Manifest, write_manifest
-from manyhands.data.mapreduce.tasks import Crew, Job, digest_of, parse_bytes
-from manyhands.data.prepare import dividing, making
-from manyhands.data.prepare.dividing import KINDS, Counted, Divided, Division, Leaks, Names
+from manyhands.data.mapreduce.tasks import Crew, parse_bytes
+from manyhands.data.prepare import making
+from manyhands.data.prepare.dividing import Division
+from manyhands.data.prepare.phases import Pieces, divide_all, group_of, stage_all
 from manyhands.data.prepare.recipe import (
     Recipe,
     read_on_error,
@@ -37,21 +37,14 @@ from manyhands.data.prepare.recipe import (
 )
 from manyhands.data.prepare.site import Site, bars, claim, target_bytes, work_folder
 from manyhands.data.prepare.stage import (
-    Stage,
-    joined_types,
     read_bad,
-    stage,
     too_many,
-    too_narrow,
 )
-from manyhands.data.schema import RECORD_BITS, Column, Role, Schema, with_roles
-from manyhands.data.sources.contract import Bad, Chunk, Source
+from manyhands.data.schema import RECORD_BITS
+from manyhands.data.sources.contract import Bad, Source
 from manyhands.data.sources.generated import Spooled
 from manyhands.data.sources.opening import Options, open_sources
-from manyhands.data.sources.tfrecords import TFRecords
-from manyhands.data.splitting.leakage import Report
-from manyhands.data.splitting.quantile import Quantile
-from manyhands.data.splitting.split import Rule, folds, parse_split, refuse_empty
+from manyhands.data.splitting.split import folds, parse_split
 from manyhands.errors import DataError
 from manyhands.rundir import write_whole
 from manyhands.version import VERSION
@@ -182,40 +175,11 @@ def _size_of(sources: Sequence[Source]) -> int | None:
     return sum(p.stat().st_size for p in paths) if all(p.is_file() for p in paths) else None
 
 
-# ---- the phases
-
-
-@dataclass(frozen=True, slots=True)
-class Pieces:
-    """Everything that was staged."""
-
-    stages: list[Stage]
-    folder: Path
-    schema: Schema
-    files: list[str]
-
-    @property
-    def types(self) -> dict[str, str]:
-        return {column.name: column.type for column in self.schema}
-
-    @property
-    def paths(self) -> list[str]:
-        return [str(self.folder / piece.file) for s in self.stages for piece in s.pieces]
-
-    @property
-    def records(self) -> int:
-        return sum(s.records for s in self.stages)
-
-    @property
-    def rows(self) -> int:
-        return sum(piece.rows for s in self.stages for piece in s.pieces)
-
-
 def _make(site: Site, sources: Sequence[Source]) -> Manifest:
     recipe = site.recipe
-    pieces = _stage(site, sources)
-    rule = folds(recipe.folds, _group_of(recipe)) if recipe.folds else parse_split(recipe.split)
-    division = _divide(site, pieces, rule)
+    pieces = stage_all(site, sources)
+    rule = folds(recipe.folds, group_of(recipe)) if recipe.folds else parse_split(recipe.split)
+    division = divide_all(site, pieces, rule)
     made = [
         making.make(site, pieces.paths, pieces.schema, division, held_out=held_out)
         for held_out in (range(recipe.folds) if recipe.folds else (None,))
@@ -238,179 +202,6 @@ def _make(site: Site, sources: Sequence[Source]) -> Manifest:
     )
     write_manifest(site.folder, msgspec.structs.replace(whole, split=f"folds={recipe.folds}"))
     return whole
-
-
-def _stage(site: Site, sources: Sequence[Source]) -> Pieces:
-    """Parse everything once; again where a chunk's types turn out too narrow."""
-    jobs: list[tuple[Source, int, Chunk]] = []
-    first_file = 0
-    for source in sources:
-        jobs += [(source, first_file, chunk) for chunk in source.chunks(site.target_bytes)]
-        first_file += len(source.files)
-    if first_file >= 1 << (62 - RECORD_BITS):
-        raise DataError(f"{first_file:,} files are too many; join them first.")
-    folder = site.work / "pieces"
-    folder.mkdir(exist_ok=True)
-
-    def staged(numbers: Iterable[int], types: Mapping[str, str], phase: str) -> list[Stage]:
-        key = digest_of(site.key, msgspec.json.encode(sorted(types.items())))
-        return site.crew.do(
-            phase,
-            [
-                Job(
-                    f"{n:06}",
-                    stage,
-                    (*jobs[n], n, types, site.target_bytes, str(folder), site.recipe.skip),
-                    jobs[n][2].nbytes,
-                    key,
-                )
-                for n in numbers
-            ],
-            Stage,
-        )
-
-    recipe = site.recipe
-    stages = staged(range(len(jobs)), recipe.types, "stage")
-    # The values of a feature are always a list there; a piece shows it only where it varies.
-    one_is_list = all(isinstance(source, TFRecords) for source in sources)
-    types = joined_types(stages, recipe.types, one_is_list=one_is_list)
-    narrow = [s.chunk for s in stages if too_narrow(s, types)]
-    if narrow:
-        again = {s.chunk: s for s in staged(narrow, types, "restage")}
-        stages = [again.get(s.chunk, s) for s in stages]
-    bad = sum(s.bad for s in stages)
-    shown = [b for b, _ in zip(read_bad(folder, stages), range(10), strict=False)]
-    if bad > recipe.skip:
-        raise DataError(too_many(shown, recipe.skip, bad))
-    if not any(s.pieces for s in stages):
-        raise DataError(f"there are no records in {', '.join(_files(sources)[:3])}.")
-    columns = tuple(Column(name, types[name], _role(name, types[name])) for name in types)
-    chosen = set(recipe.chosen(types))
-    schema = with_roles(columns, _roles(recipe, columns))
-    schema = tuple(c for c in schema if c.name in chosen and c.role != "ignore")
-    if not schema:
-        raise DataError("no column is left; see --keep, --drop and --role.")
-    return Pieces(stages, folder, schema, _files(sources))
-
-
-def _files(sources: Sequence[Source]) -> list[str]:
-    return [file for source in sources for file in source.files]
-
-
-def _role(name: str, kind: str) -> Role:
-    """What a column's name and type say about it, when nobody says anything."""
-    if name == "text" and kind == "string":
-        return "text"
-    return "image" if name == "image" and kind == "binary" else "feature"
-
-
-def _roles(recipe: Recipe, columns: Schema) -> dict[str, Role]:
-    """Roles as given; and columns that the split itself looks at are not learnt from."""
-    roles: dict[str, Role] = {}
-    rule = parse_split(recipe.split)
-    if rule.kind in ("group", "time") and any(c.name == rule.column for c in columns):
-        roles[rule.column] = "group" if rule.kind == "group" else "time"
-    if any(c.role == "image" for c in columns):
-        roles |= {c.name: "label" for c in columns if c.name == "label"}
-        roles |= {c.name: "id" for c in columns if c.name == "file"}
-    return roles | recipe.roles
-
-
-def _group_of(recipe: Recipe) -> str:
-    return next((name for name, role in recipe.roles.items() if role == "group"), "")
-
-
-def _divide(site: Site, pieces: Pieces, rule: Rule) -> Division:
-    schema, paths, crew = pieces.schema, pieces.paths, site.crew
-    by_role = {c.role: c.name for c in reversed(schema)}
-    group = rule.column if rule.kind == "group" else by_role.get("group", "")
-    names = Names(by_role.get("id", ""), group, by_role.get("label", ""))
-    if rule.column and rule.column not in pieces.types:
-        there = ", ".join(pieces.types)
-        raise DataError(f"split by '{rule.column}': there is no such column; there are {there}.")
-    parts = max(1, -(-pieces.rows * 64 // site.memory))
-    folder = site.work / "splits"
-    folder.mkdir(exist_ok=True)
-    stems = [str(folder / f"{k:06}") for k in range(len(paths))]
-    key = digest_of(site.key, repr((rule, names, pieces.types)))
-    links = ""
-    if names.id and rule.links:
-        links = _links(site, pieces, rule, names, parts, key)
-    if rule.open:
-        rule = msgspec.structs.replace(rule, moments=_moments(site, pieces, rule, key))
-    divided = crew.do(
-        "divide",
-        [
-            Job(
-                f"{k:06}",
-                dividing.divide,
-                (path, pieces.types, names, rule, links, parts, stem),
-                key=key,
-            )
-            for k, (path, stem) in enumerate(zip(paths, stems, strict=True))
-        ],
-        Divided,
-    )
-    leaks = crew.do(
-        "leaks",
-        [Job(f"{part:04}", dividing.leaks, (stems, part), key=key) for part in range(parts)],
-        Leaks,
-    )
-    shared = [sum(found.counts[k] for found in leaks) for k in range(len(KINDS))]
-    counts = [sum(d.rows[k] for d in divided) for k in range(len(rule.names))]
-    report = Report(rule.names, *shared, balance=_balance(divided, len(rule.names)))
-    refuse_empty(rule, dict(zip(rule.names, counts, strict=True)))
-    if report.advice:
-        site.note(f"warning: {report.advice}")
-    return Division(rule, stems, divided, report, names)
-
-
-def _links(site: Site, pieces: Pieces, rule: Rule, names: Names, parts: int, key: str) -> str:
-    """The table of keys that ids link; nothing where every id has one key."""
-    folder = site.work / "links"
-    folder.mkdir(exist_ok=True)
-    stems = [str(folder / f"{k:06}") for k in range(len(pieces.paths))]
-    pair = [
-        Job(f"{k:06}", dividing.pair, (path, pieces.types, names, rule, parts, stem), key=key)
-        for k, (path, stem) in enumerate(zip(pieces.paths, stems, strict=True))
-    ]
-    site.crew.do("pair", pair, type(None))
-    found = [str(folder / f"linking-{part:04}.npy") for part in range(parts)]
-    link = [Job(f"{k:04}", dividing.link, (stems, k, to), key=key) for k, to in enumerate(found)]
-    site.crew.do("link", link, type(None))
-    to = folder / "links.npy"
-    dividing.join_links(found, to)
-    return str(to)
-
-
-def _moments(site: Site, pieces: Pieces, rule: Rule, key: str) -> tuple[int, ...]:
-    """Where a split by shares of time is cut, found exactly in a few rounds."""
-    quantile = Quantile(rule.cuts)
-    for turn in range(64):
-        if quantile.done:
-            return quantile.found
-        jobs = [
-            Job(
-                f"{turn}-{k:06}",
-                dividing.count_times,
-                (path, pieces.types, rule, quantile),
-                key=key,
-            )
-            for k, path in enumerate(pieces.paths)
-        ]
-        counted = site.crew.do("moments", jobs, Counted)
-        quantile = quantile.narrow(quantile.merge(c.counts for c in counted))
-    raise AssertionError("the moments were not found")
-
-
-def _balance(divided: Sequence[Divided], splits: int) -> dict[str, tuple[int, ...]]:
-    labels = sorted({label for d in divided for of_split in d.labels for label in of_split})
-    if any(not any(d.labels) for d in divided):
-        return {}
-    return {
-        label: tuple(sum(d.labels[k].get(label, 0) for d in divided) for k in range(splits))
-        for label in labels
-    }
 
 
 # ---- what is told of it
