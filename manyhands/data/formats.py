@@ -15,7 +15,7 @@ from pyarrow import parquet
 from manyhands.data.manifest import ShardInfo
 from manyhands.data.schema import Schema, type_of
 from manyhands.data.shards import Compression, describe_shard, publish
-from manyhands.data.tfrecord import examples, framing
+from manyhands.data.tfrecord import examples, framing, writing_examples
 from manyhands.errors import DataDamaged, DataError
 
 
@@ -46,7 +46,7 @@ def write_tfrecord(
         )
     with _draft(path) as draft, draft.open("wb") as file:
         for start in range(0, table.num_rows, ROWS):
-            payload, starts, lengths = examples.encode(table.slice(start, ROWS))
+            payload, starts, lengths = writing_examples.encode(table.slice(start, ROWS))
             framing.frame(payload, starts, lengths).tofile(file)
     return describe_shard(path, table.num_rows)
 

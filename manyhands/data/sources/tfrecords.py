@@ -30,7 +30,8 @@ from manyhands.data.sources.files import (
     size_of,
 )
 from manyhands.data.sources.unpack import is_tfrecord
-from manyhands.data.tfrecord.examples import MOST_BYTES, parse
+from manyhands.data.tfrecord.examples import parse
+from manyhands.data.tfrecord.feature_kinds import MOST_BYTES
 from manyhands.data.tfrecord.framing import FOOTER, HEADER, check, index
 
 Positions = NDArray[np.int64]
