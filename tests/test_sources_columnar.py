@@ -25,8 +25,8 @@ from manyhands.data.sources.contract import Bad, Piece, Source
 from manyhands.data.sources.generated import spool
 from manyhands.data.sources.image_folder import Images
 from manyhands.data.sources.tfrecords import TFRecords
-from manyhands.data.tfrecord.writing_examples import encode
 from manyhands.data.tfrecord.framing import frame
+from manyhands.data.tfrecord.writing_examples import encode
 from manyhands.errors import DataError
 
 BIG = 1 << 40

@@ -26,8 +26,8 @@ from PIL import Image
 from manyhands.data.sources import files, opening
 from manyhands.data.sources.opening import Options, open_sources
 from manyhands.data.sources.urls import hide, shown
-from manyhands.data.tfrecord.writing_examples import encode
 from manyhands.data.tfrecord.framing import frame
+from manyhands.data.tfrecord.writing_examples import encode
 from manyhands.errors import DataError
 
 needs_http = pytest.mark.skipif(

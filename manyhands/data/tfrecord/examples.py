@@ -38,7 +38,6 @@ from manyhands.data.tfrecord.framing import (
 )
 from manyhands.data.tfrecord.one_example import CUT
 from manyhands.data.tfrecord.scanning import Feature, Found, forget, scan
-from manyhands.data.tfrecord.writing_examples import encode as encode
 from manyhands.errors import DataError
 
 _NAMES = {BYTES: "bytes", FLOATS: "floats", INTS: "integers"}
