@@ -202,12 +202,51 @@ def test_other_settings_do_not_continue_an_interrupted_preparation(tmp_path: Pat
     to = tmp_path / "out"
     with pytest.raises(DataError, match="no column matches"):
         mh.prepare([source], to, keep=["nothing*"], workers=1)
-    assert (to / ".work").exists()
+    with pytest.raises(DataError, match="no such column"):  # what was refused does not bind
+        mh.prepare([source], to, split="group=nobody:0.5", workers=1)
+    (to / ".work" / "refused").unlink()  # as if it had been killed
     with pytest.raises(DataError, match="--restart"):
         mh.prepare([source], to, workers=1)
     mh.prepare([source], to, workers=1, restart=True)
     with pytest.raises(DataError, match="already holds a prepared data set"):
         mh.prepare([source], to, workers=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"compression": "gzip"}, "there is no compression 'gzip'"),
+        ({"format": "foo"}, "there is no format 'foo'"),
+        ({"balance": "foo"}, "there is no balance 'foo'"),
+        ({"roles": {"age": "foo"}}, "there is no role 'foo'"),
+        ({"label": "income", "drop": ["income"]}, "is the label and is also left out"),
+        ({"label": "income", "roles": {"age": "label"}}, "more than one column"),
+        ({"sample": 1e-9}, "no record is left"),
+        ({"memory": "1kB"}, "too little"),
+        ({"encode": {"age": "nonsense"}}, "there is no encoding 'nonsense'"),
+        ({"types": {"nobody": "int"}}, "there is no column 'nobody'"),
+        ({"folds": 3, "split": "ratio=0.5"}, "a split or folds"),
+        ({"split": "ratio=0.5:0.1"}, "sum to 1"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(tmp_path: Path, options: dict[str, Any], what: str) -> None:
+    source = people(tmp_path / "people.csv", 60)
+    with pytest.raises(DataError, match=what):
+        mh.prepare([source], tmp_path / "out", **{"workers": 1, **options})
+
+
+def test_names_that_are_ours(tmp_path: Path) -> None:
+    source = tmp_path / "rows.jsonl"
+    rows = [{"_id": f"m{i}", "weight": i, "y": int(i % 40 == 0)} for i in range(400)]
+    source.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    made = mh.prepare([source], tmp_path / "out", label="y", id="id", workers=1)
+    assert {c.name for c in made.schema} == {"_id", "id", "weight", "y"}
+    with pytest.raises(DataError, match="--drop weight"):
+        mh.prepare([source], tmp_path / "two", label="y", balance="weight", workers=1)
+    over = mh.prepare([source], tmp_path / "three", label="y", balance="over", workers=1)
+    counts = over.splits["train"].labels
+    assert abs(counts["0"] - counts["1"]) < 0.2 * counts["0"]
+    assert len(set(rows_of(tmp_path / "three", "train")["_id"].to_pylist())) == sum(counts.values())
 
 
 # ---- nothing lost

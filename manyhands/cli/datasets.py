@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Commands about data: make a prepared folder of raw records, and look at one."""
 
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -126,42 +127,46 @@ def prepare(
     from manyhands.data.prepare import pipeline
     from manyhands.data.prepare.looking import overview, show
 
-    pipeline.prepare(
-        sources,
-        to,
-        label=label,
-        split=split,
-        folds=folds,
-        id=id,
-        roles=role or [],
-        types=type or [],
-        encode=encode or [],
-        missing=missing or [],
-        pack=pack or [],
-        keep=keep or [],
-        drop=drop or [],
-        balance=balance,
-        sample=sample,
-        like=like,
-        on_error=on_error,
-        seed=seed,
-        input_format=input_format,
-        delimiter=delimiter,
-        header=header,
-        names=names.split(",") if names else None,
-        encoding=encoding,
-        null=null or [],
-        max_field=max_field,
-        unit=unit,
-        window=window,
-        format=format,
-        compression=compression,
-        shard_size=shard_size,
-        workers=workers,
-        memory=memory,
-        restart=restart,
-        quiet=quiet or json,
-    )
+    try:
+        pipeline.prepare(
+            sources,
+            to,
+            label=label,
+            split=split,
+            folds=folds,
+            id=id,
+            roles=role or [],
+            types=type or [],
+            encode=encode or [],
+            missing=missing or [],
+            pack=pack or [],
+            keep=keep or [],
+            drop=drop or [],
+            balance=balance,
+            sample=sample,
+            like=like,
+            on_error=on_error,
+            seed=seed,
+            input_format=input_format,
+            delimiter=delimiter,
+            header=header,
+            names=names.split(",") if names else None,
+            encoding=encoding,
+            null=null or [],
+            max_field=max_field,
+            unit=unit,
+            window=window,
+            format=format,
+            compression=compression,
+            shard_size=shard_size,
+            workers=workers,
+            memory=memory,
+            restart=restart,
+            quiet=quiet or json,
+        )
+    except KeyboardInterrupt:
+        print("manyhands: interrupted; the same command goes on from here", file=sys.stderr)
+        raise typer.Exit(130) from None
     if json:
         print(_json(overview(to)))
     elif not quiet:

@@ -31,7 +31,7 @@ from manyhands.data.manifest import VERSION, Manifest, ShardInfo, SplitInfo, rea
 from manyhands.data.mapreduce.shuffle import KEY, Spilled, buckets_for, gather, spill
 from manyhands.data.mapreduce.tasks import Job, digest_of
 from manyhands.data.prepare.dividing import Division, load_splits
-from manyhands.data.prepare.recipe import SUFFIX, Recipe
+from manyhands.data.prepare.recipe import SUFFIX, WEIGHT, Recipe
 from manyhands.data.prepare.site import Site
 from manyhands.data.prepare.stage import read_piece
 from manyhands.data.schema import ID, Column, Schema, column_of
@@ -39,12 +39,11 @@ from manyhands.data.shards import write_shard
 from manyhands.errors import DataError
 from manyhands.rundir import write_whole
 
-WEIGHT = "weight"
-_COPY_BITS = 55
+_COPY_BITS, MOST_COPIES = 55, 127
 """Copies of a record are told apart above its id."""
 _SAMPLE_ROWS = 1000
-_LEAST_BUCKET = 6
-"""A bucket is at most this part of a worker's memory."""
+_LEAST_BUCKET = 4
+"""A bucket should be at most this part of a worker's memory: gathering takes three times it."""
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -252,6 +251,11 @@ def make(
     by_split: dict[str, list[Shard]] = {name: [] for name in names}
     for (split, _), shard in zip(wanted, shards, strict=True):
         by_split[names[split]].append(shard)
+    for name, found in by_split.items():
+        if not any(shard.info.rows for shard in found):
+            raise DataError(
+                f"no record is left for the split '{name}' (--sample {recipe.sample:g})."
+            )
     manifest = Manifest(
         version=VERSION,
         format=recipe.format,
@@ -351,9 +355,11 @@ class _Fitter:
         """The encoders of another prepared folder."""
         other = read_manifest(Path(self.recipe.like))
         fitted = Encoders.load(other.encoders).fitted
-        for name in fitted:
-            column_of(self.packed, name)
-        return fitted, other.statistics
+        there = {c.name for c in self.packed}
+        for name, fit in fitted.items():
+            if fit.role not in ("label", "id", "group", "time", "weight"):
+                column_of(self.packed, name)
+        return {name: fit for name, fit in fitted.items() if name in there}, other.statistics
 
     def plan(self, fitted: Mapping[str, Fitted], sides: Sequence[int]) -> Plan:
         label = self.division.names.label
@@ -369,6 +375,11 @@ class _Fitter:
             for value, found in told.items():
                 if value in named:
                     counts[named[value]] = sum(found[k] for k in training)
+            most = max(counts, default=0) / max(1, min((n for n in counts if n), default=1))
+            if self.recipe.balance == "over" and most > MOST_COPIES:
+                raise DataError(
+                    f"--balance over would repeat records {most:,.0f} times; use weight or under."
+                )
         return Plan(
             raw=self.raw,
             sides=list(sides),
@@ -392,5 +403,6 @@ class _Fitter:
         for divided in self.division.pieces:
             for k, side in enumerate(plan.sides):
                 nbytes[side] += divided.nbytes[k] * grows * plan.sample
-        limit = min(self.recipe.shard_bytes, max(1 << 16, self.site.memory // _LEAST_BUCKET))
-        return buckets_for(map(round, nbytes), limit)
+        if self.recipe.shard_bytes > self.site.memory // _LEAST_BUCKET:
+            self.site.note("a shard takes much of the memory; a smaller --shard-size takes less")
+        return buckets_for(map(round, nbytes), self.recipe.shard_bytes)

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import msgspec
 
+from manyhands.data.mapreduce.shuffle import KEY
 from manyhands.data.mapreduce.tasks import Job, digest_of
 from manyhands.data.prepare import dividing
 from manyhands.data.prepare.dividing import KINDS, Counted, Divided, Division, Leaks, Names
-from manyhands.data.prepare.recipe import Recipe
+from manyhands.data.prepare.recipe import WEIGHT, Recipe
 from manyhands.data.prepare.site import Site
 from manyhands.data.prepare.stage import (
     Stage,
@@ -110,9 +111,23 @@ def stage_all(site: Site, sources: Sequence[Source]) -> Pieces:
     chosen = set(recipe.chosen(types))
     schema = with_roles(columns, _roles(recipe, columns))
     schema = tuple(c for c in schema if c.name in chosen and c.role != "ignore")
+    _refuse_names(recipe, [c.name for c in schema])
+    for column, role in recipe.roles.items():
+        if role in ("label", "id") and column not in chosen:
+            raise DataError(f"column '{column}' is the {role} and is also left out.")
     if not schema:
         raise DataError("no column is left; see --keep, --drop and --role.")
     return Pieces(stages, folder, schema, _files(sources))
+
+
+def _refuse_names(recipe: Recipe, names: Sequence[str]) -> None:
+    """Names that are needed for something else."""
+    taken = {KEY: "used inside"} | (
+        {WEIGHT: "what --balance adds"} if recipe.balance == "weight" else {}
+    )
+    for name, why in taken.items():
+        if name in names:
+            raise DataError(f"a column is called '{name}', which is {why}: --drop {name}.")
 
 
 def _files(sources: Sequence[Source]) -> list[str]:

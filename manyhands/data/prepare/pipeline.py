@@ -19,7 +19,7 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
@@ -29,13 +29,16 @@ from manyhands.data.prepare import making
 from manyhands.data.prepare.dividing import Division
 from manyhands.data.prepare.phases import Pieces, divide_all, group_of, stage_all
 from manyhands.data.prepare.recipe import (
+    Balance,
+    Format,
     Recipe,
+    choice,
     read_on_error,
     read_pairs,
     refuse_finished,
     settle_roles,
 )
-from manyhands.data.prepare.site import Site, bars, claim, target_bytes, work_folder
+from manyhands.data.prepare.site import Site, bars, claim, target_bytes, tidy, work_folder
 from manyhands.data.prepare.stage import (
     read_bad,
     too_many,
@@ -53,6 +56,7 @@ Pairs = Mapping[str, str] | Sequence[str]
 """COLUMN → VALUE, or texts COLUMN=VALUE."""
 
 SKIPPED = "skipped.jsonl"
+LEAST_MEMORY = 100_000
 
 
 def prepare(
@@ -113,10 +117,10 @@ def prepare(
             "pack": {name: p.split(",") for name, p in _pairs(pack, "pack").items()},
             "keep": list(keep),
             "drop": list(drop),
-            "balance": balance,
+            "balance": choice("balance", balance, get_args(Balance)),
             "sample": sample,
-            "format": format,
-            "compression": compression,
+            "format": choice("format", format, get_args(Format)),
+            "compression": choice("compression", compression, ("", "lz4", "zstd")),
             "shard_bytes": parse_bytes(shard_size),
             "skip": read_on_error(on_error),
             "like": "" if like is None else str(like),
@@ -136,7 +140,13 @@ def prepare(
         window=window,
     )
     folder, limit = Path(to), parse_bytes(memory)
-    refuse_finished(folder)
+    if limit < LEAST_MEMORY:
+        raise DataError(f"--memory {memory} is too little; give at least 1MB.")
+    try:
+        refuse_finished(folder)
+    except DataError:
+        tidy(folder)
+        raise
     with work_folder(folder, restart=restart) as work, bars(quiet=quiet) as progress:
         opened = open_sources(sources, options, spool=work / "spool", target=target_bytes(limit))
         target = target_bytes(limit, _size_of(opened))
@@ -147,7 +157,7 @@ def prepare(
             for note in (note for source in opened for note in source.notes):
                 site.note(note)
             manifest = _make(site, opened)
-        shutil.rmtree(work)
+        shutil.rmtree(work, ignore_errors=True)
     return manifest
 
 

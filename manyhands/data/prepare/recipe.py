@@ -7,10 +7,9 @@ what was done under another recipe is not used.
 
 import fnmatch
 import re
-import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 import msgspec
 
@@ -19,6 +18,9 @@ from manyhands.errors import DataError
 
 Format = Literal["arrow", "parquet", "tfrecord"]
 Balance = Literal["", "weight", "under", "over"]
+
+WEIGHT = "weight"
+"""The column that `balance = "weight"` adds."""
 
 SUFFIX: dict[Format, str] = {"arrow": "arrow", "parquet": "parquet", "tfrecord": "tfrecord"}
 
@@ -56,20 +58,10 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             raise DataError(f"sample = {self.sample} is not a fraction between 0 and 1.")
         if self.shard_bytes < 1 << 10:
             raise DataError(f"shards of {self.shard_bytes} bytes are too small.")
-        for allowed, given, what in (
-            (get_args(Format), self.format, "format"),
-            (get_args(Balance), self.balance, "balance"),
-            (("", "lz4", "zstd"), self.compression, "compression"),
-        ):
-            if given not in allowed:
-                choices = ", ".join(a for a in allowed if a)
-                raise DataError(f"there is no {what} '{given}'; use {choices}.")
-        for column, role in self.roles.items():
-            if role not in ROLES:
-                raise DataError(f"{column}: there is no role '{role}'; use {', '.join(ROLES)}.")
         for name in self.types.values():
             type_of(name)
-        if self.like and (self.folds or self.encode or self.balance):
+        asked = (self.folds, self.encode, self.balance, self.missing, self.pack, self.roles)
+        if self.like and any(asked):
             raise DataError("--like takes everything from the other folder; leave out the rest.")
 
     def digest(self, *facts: object) -> str:
@@ -86,6 +78,13 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
                 raise DataError(f"no column matches '{pattern}'; there are {', '.join(names)}.")
         kept = [n for n in names if not self.keep or _matches(n, self.keep)]
         return [n for n in kept if not _matches(n, self.drop)]
+
+
+def choice(what: str, given: str, allowed: Iterable[str]) -> str:
+    """What was given, if it is one of these."""
+    if given not in allowed:
+        raise DataError(f"there is no {what} '{given}'; use {', '.join(a for a in allowed if a)}.")
+    return given
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:
@@ -127,17 +126,19 @@ def settle_roles(
         if roles.get(column, role) != role:
             raise DataError(f"column '{column}' is said to be {roles[column]} and {role}.")
         roles[column] = role
-    for role in ("label", "id"):
+    for column, role in roles.items():
+        if role not in ROLES:
+            raise DataError(f"{column}: there is no role '{role}'; use {', '.join(ROLES)}.")
+    for role, meant in (("id", True), ("label", label is not None)):
         named = [c for c, r in roles.items() if r == role]
-        if role == "id" and len(named) > 1:
-            raise DataError(f"more than one column is said to be the id: {', '.join(named)}.")
+        if meant and len(named) > 1:
+            raise DataError(f"more than one column is said to be the {role}: {', '.join(named)}.")
     return msgspec.convert(roles, dict[str, Role])
 
 
 def refuse_finished(folder: Path) -> None:
     """Data that somebody may be training on is never written over."""
     if (folder / "manifest.json").exists():
-        shutil.rmtree(folder / ".work", ignore_errors=True)  # it ended before tidying up
         raise DataError(
             f"{folder} already holds a prepared data set. Look at it with `manyhands data {folder}`"
             ", choose another folder, or remove it first."

@@ -11,7 +11,7 @@ import os
 import shutil
 import sys
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,11 +20,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as Bar
 
 from manyhands.data.mapreduce.tasks import Crew, Progress
-from manyhands.data.prepare.recipe import Recipe
+from manyhands.data.prepare.recipe import Recipe, refuse_finished
 from manyhands.errors import DataError
 from manyhands.rundir import write_whole
 
 WORK = ".work"
+_LOCK, _REFUSED = ".lock", "refused"
 _MEMORY_PARTS = 16
 """A chunk of raw data is at most this part of a worker's memory: parsing takes several times it."""
 _DATA_PARTS, _LEAST_BYTES = 256, 4 << 20
@@ -66,34 +67,67 @@ def target_bytes(memory: int, total: int | None = None) -> int:
 
 @contextmanager
 def work_folder(folder: Path, *, restart: bool) -> Generator[Path]:
-    """`folder`/.work, for us alone."""
-    work = folder / WORK
+    """`folder`/.work, for us alone. An attempt that was refused leaves nothing that binds."""
+    work, made = folder / WORK, not folder.exists()
     try:
-        if restart and work.exists():
-            shutil.rmtree(work)
         work.mkdir(parents=True, exist_ok=True)
-        lock = os.open(work / ".lock", os.O_CREAT | os.O_RDWR, 0o600)
+        lock = os.open(work / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
     except OSError as error:
         raise DataError(f"{folder} cannot be made: {error.strerror}.") from error
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield work
-    except BlockingIOError:
-        raise DataError(f"another process is preparing {folder} right now.") from None
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DataError(f"another process is preparing {folder} right now.") from None
+        refuse_finished(folder)  # somebody may have finished it just now
+        if restart:
+            _forget(work)
+        try:
+            yield work
+        except DataError:
+            (work / _REFUSED).touch()
+            raise
     finally:
         os.close(lock)
+        if made and work.is_dir() and {p.name for p in work.iterdir()} <= {_LOCK, _REFUSED}:
+            shutil.rmtree(work, ignore_errors=True)
+            with suppress(OSError):
+                folder.rmdir()
+
+
+def tidy(folder: Path) -> None:
+    """Remove what a finished preparation left when it was killed at the very end."""
+    with suppress(OSError):
+        lock = os.open(folder / WORK / _LOCK, os.O_RDWR)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder / WORK)
+        finally:
+            os.close(lock)
+
+
+def _forget(work: Path) -> None:
+    """Everything but the lock, which we hold."""
+    for path in work.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name != _LOCK:
+            path.unlink()
 
 
 def claim(work: Path, key: str, folder: Path) -> None:
-    """See that what is in the work folder was begun under the same key."""
+    """See that what is in the work folder was begun under the same key; or was refused."""
     mark = work / "key"
-    if not mark.exists():
-        write_whole(mark, key)
-    elif mark.read_text() != key:
-        raise DataError(
-            f"{folder} holds an interrupted preparation with other settings, or of files that have "
-            "changed since. Give the same command again to finish it, or --restart to forget it."
-        )
+    if mark.exists() and mark.read_text() != key:
+        if not (work / _REFUSED).exists():
+            raise DataError(
+                f"{folder} holds an interrupted preparation with other settings, or of files that "
+                "have changed since. Give the same command again to finish it, or --restart to "
+                "forget it."
+            )
+        _forget(work)
+    (work / _REFUSED).unlink(missing_ok=True)
+    write_whole(mark, key)
 
 
 @contextmanager

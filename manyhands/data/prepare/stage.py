@@ -95,10 +95,11 @@ def too_many(bad: Sequence[Bad], skip: int, total: int | None = None) -> str:
 
 
 def as_plain(table: pa.Table) -> pa.Table:
-    """The same values in types of ours."""
+    """The same values in types of ours. A column with the name of our ids gets another."""
+    if ID in table.column_names:
+        free = next(n for n in ("id", "id_2", "id_3") if n not in table.column_names)
+        table = table.rename_columns([free if n == ID else n for n in table.column_names])
     for i, field in enumerate(table.schema):
-        if field.name == ID:
-            raise DataError(f"a column is called {ID}, which is ours; rename it with --names.")
         kind = plain(field.type)
         if kind != field.type:
             values = table.column(i)
@@ -168,8 +169,9 @@ def read_piece(path: Path, types: Mapping[str, str]) -> pa.Table:
     with pa.memory_map(str(path)) as source:
         table = pa.ipc.open_file(source).read_all()
     columns: dict[str, pa.ChunkedArray | pa.Array] = {}
+    there = set(table.column_names)
     for name, kind in types.items():
-        if name in table.column_names:
+        if name in there:
             columns[name] = _cast(table.column(name), type_of(kind))
         else:
             columns[name] = pa.nulls(table.num_rows, type_of(kind))

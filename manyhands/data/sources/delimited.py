@@ -202,9 +202,9 @@ def _wanted(
     found = sniffing.has_header(rows)
     if found:
         shown = sniffing.listed(rows[0])
-        notes.append(f"the first line is taken for column names ({shown}); header=no if it is not")
+        notes.append(f"the first line is taken for column names ({shown}); if not: --header no")
     else:
-        notes.append("the first line is taken for a record; header=yes if it is column names")
+        notes.append("the first line is taken for a record; if not: --header yes")
     return found
 
 

@@ -102,7 +102,7 @@ def _arrow_or_stream(url: str) -> Format:
 def _by_content(url: str, head: bytes, suffix: str) -> Format:
     if b"\0" in head:
         raise DataError(
-            f"the format of {shown(url)} is unknown: it is no text. Say what it is with --format."
+            f"the format of {shown(url)} is unknown: it is no text. Say what it is with --from."
         )
     if _is_json_line(head):
         return "jsonl"

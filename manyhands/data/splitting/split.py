@@ -181,7 +181,7 @@ def refuse_empty(rule: Rule, counts: Mapping[str, int]) -> None:
         if not counts.get(name):
             held = ", ".join(f"{n}: {counts.get(n, 0):,}" for n in rule.names)
             hint = {
-                "segment": f"Are {', '.join(rule.values)} values of '{rule.column}'?",
+                "segment": f"Does '{rule.column}' hold {', '.join(rule.values)}?",
                 "group": f"Are there enough different values in '{rule.column}'?",
                 "time": f"Are there enough different times in '{rule.column}'?",
             }.get(rule.kind, "Are there enough different records?")
