@@ -275,7 +275,7 @@ def test_segments_are_compared_as_people_would() -> None:
 
 def test_an_empty_split_is_refused() -> None:
     rule = parse_split("segment=region:nroth")
-    with pytest.raises(DataError, match=r"'test' \(train: 9, test: 0\). Are nroth values"):
+    with pytest.raises(DataError, match=r"'test' \(train: 9, test: 0\). Does 'region' hold nroth"):
         refuse_empty(rule, {"train": 9})
     refuse_empty(rule, {"train": 9, "test": 1})
 
