@@ -20,7 +20,7 @@ from manyhands.data import collate
 from manyhands.data.augment import Compose, FeatureNoise
 from manyhands.data.feed import Feed, held_out_batches
 from manyhands.data.order import Visit
-from manyhands.data.prepared import Prepared, open_prepared
+from manyhands.data.prepared import Prepared
 from manyhands.data.records import open_data, prepared, record_ids, sampled_digest
 from manyhands.data.shards import Ragged
 from manyhands.errors import DataDamaged, DataError
@@ -30,6 +30,12 @@ from tests.prepared_folders import fixed, mixed_table, row_bytes, write_folder
 from tests.test_shards import flip
 
 SIZES = (13, 0, 7, 20)
+
+
+def open_prepared(folder: Path, split: str = "train", **options: Any) -> Prepared:
+    return Prepared(prepared(folder, split, **options))
+
+
 ROWS = sum(SIZES)
 
 

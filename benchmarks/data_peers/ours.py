@@ -10,7 +10,7 @@ from peers import BATCH, Convert, Epoch, main
 
 import manyhands as mh
 from manyhands.data.feed import Feed
-from manyhands.data.prepared import open_prepared
+from manyhands.data.prepared import Prepared as Records
 from manyhands.deal import steps_per_epoch
 
 
@@ -29,7 +29,7 @@ class Prepared:
 
     def read(self, folder: Path, work: str) -> Epoch:
         torch.set_num_threads(1)  # as in a worker
-        records = open_prepared(self.folder(folder, work), "train")
+        records = Records(mh.prepared(self.folder(folder, work)))
 
         feed = Feed(records, seed=0, batch=BATCH, micro_batch=BATCH, seeder=lambda *key: None)
         steps = steps_per_epoch(len(records), BATCH)

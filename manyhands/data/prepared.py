@@ -10,7 +10,7 @@ not on what is open, on the process, or on what was read before.
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,10 @@ import torch
 
 from manyhands.data import manifest as manifests
 from manyhands.data.collate import Pick, Picks, take_fixed, take_flat, take_padded, take_strings
-from manyhands.data.draw import Draw, Transform
+from manyhands.data.draw import Draw
 from manyhands.data.manifest import Manifest, ShardInfo, SplitInfo, read_manifest
 from manyhands.data.order import FIRST, Positions, ShardOrder, Visit, Windows, cuts_of, starts_of
-from manyhands.data.records import Pad, PreparedData, prepared
+from manyhands.data.records import PreparedData
 from manyhands.data.schema import ID, Column, Schema, column_of, type_of
 from manyhands.data.shards import Array, OpenShard, Ragged, open_shard
 from manyhands.data.shelf import Shelf
@@ -32,32 +32,6 @@ from manyhands.errors import DataDamaged, DataError
 
 WINDOW_BYTES = 128 << 20
 """Records are mixed within as many shards as hold this much."""
-
-
-def open_prepared(
-    folder: str | Path,
-    split: str = "train",
-    *,
-    columns: Sequence[str] | None = None,
-    stack: Mapping[str, Sequence[str]] | None = None,
-    pad: Pad = "longest",
-    transform: Transform | None = None,
-    verify: bool = True,
-    window: int | None = None,
-) -> "Prepared":
-    """One split of a prepared folder as records; the options are those of `prepared`."""
-    return Prepared(
-        prepared(
-            folder,
-            split,
-            columns=columns,
-            stack=stack,
-            pad=pad,
-            transform=transform,
-            verify=verify,
-            window=window,
-        )
-    )
 
 
 class Prepared:
