@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import pyarrow as pa
 
 from manyhands.data.sources import files
-from manyhands.data.sources.boundaries import find_records
+from manyhands.data.sources.boundaries import find_records, printable
 from manyhands.data.sources.fields import Dialect, split
 from manyhands.data.sources.values import NULLS, inferred
 from manyhands.errors import DataError
@@ -185,5 +185,7 @@ def unique_names(given: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
 
 
 def listed(names: Sequence[str]) -> str:
+    """Some names for people, each cut short and without anything invisible."""
     more = ", ..." if len(names) > _NAMES_SHOWN else ""
-    return ", ".join(names[:_NAMES_SHOWN]) + more
+    shown = [printable(name.encode("utf-8", "surrogateescape")) for name in names[:_NAMES_SHOWN]]
+    return ", ".join(name if len(name) <= 40 else f"{name[:39]}…" for name in shown) + more
