@@ -8,6 +8,7 @@
     │   ├── RunDirError           a run folder that is missing, taken or of another kind
     │   ├── CheckpointMismatch    a checkpoint of another model
     │   ├── DataError             raw records, or what was asked to be done with them
+    │   │   └── DataTaskFailed    work on them that crashed; `manyhands prepare` exits with 1
     │   └── OptimizerRefused      an optimizer that cannot be shared out
     ├── TrainError                trouble while running; exit code 1
     │   ├── LossNotFinite         a loss became NaN or infinite
@@ -52,6 +53,11 @@ class CheckpointMismatch(RequestError):
 
 class DataError(RequestError):
     """Raw records that cannot be read, or a way of preparing them that makes no sense."""
+
+
+class DataTaskFailed(DataError):
+    """Work on raw records that crashed: a process was killed, the disk is full, or the user's own
+    code raised. What was asked for may be right, so `manyhands prepare` exits with 1, not 2."""
 
 
 class TrainError(ManyhandsError):
@@ -101,7 +107,12 @@ class CheckpointDamaged(TrainError):
 
 
 class Broken(TrainError):
-    """This worker was waiting for others and was told that they will not come."""
+    """This worker was waiting for others, and they will not come."""
+
+    def __init__(self, *args: object, lost: tuple[int, ...] = ()) -> None:
+        super().__init__(*args)
+        self.lost = lost
+        """Hosts (their numbers in the view) to which the connection failed, if that is why."""
 
 
 class AuditMismatch(Broken):

@@ -65,8 +65,8 @@ def reload(run: RunDir, task: Task | None) -> tuple[Loaded, list[str]]:
         loaded = load_task(source)
         if loaded.sha256 != note.sha256:
             notes.append(f"{source} has changed since the run began; results may differ")
-    fold = read_toml(run.config)[0].data.fold
-    records, _ = open_data(loaded.task.data, loaded.task.held_out, fold=fold)
+    settings = read_toml(run.config)[0].data
+    records, _ = open_data(loaded.task.data, loaded.task.held_out, settings)
     if sampled_digest(records) != note.data:
         notes.append("the training data is not what the run began with; results may differ")
     for name, version in _versions().items():

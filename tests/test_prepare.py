@@ -1,5 +1,7 @@
 """Preparing, end to end: same bytes whoever does it and however often they die; nothing lost."""
 
+import errno
+import gzip
 import hashlib
 import json
 import random
@@ -26,8 +28,10 @@ from manyhands.data.hosts.peers import Credentials, ShardServer
 from manyhands.data.hosts.placement import Host, place
 from manyhands.data.hosts.transfer import Direct, Peer, Peers, Replicate
 from manyhands.data.manifest import read_manifest
+from manyhands.data.prepare.accounts import alike
 from manyhands.data.prepare.looking import overview, verified
-from manyhands.errors import DataDamaged, DataError
+from manyhands.data.prepare.wrapping import WIDTH, wrapped
+from manyhands.errors import DataDamaged, DataError, DataTaskFailed
 from manyhands.launch.launchers import Launcher
 from manyhands.testing.faults import FaultPlan
 
@@ -291,6 +295,45 @@ def test_records_without_a_time_belong_to_no_split(tmp_path: Path) -> None:
     assert max(train["when"].to_pylist()) < min(test["when"].to_pylist())
 
 
+@pytest.mark.parametrize("balance", ["", "under", "over"])
+@pytest.mark.parametrize("sample", [1.0, 0.4])
+def test_what_is_left_out_and_repeated_is_accounted_for(
+    tmp_path: Path, balance: str, sample: float
+) -> None:
+    """Records = rows + skipped + left out - repeated; in all, and for each label."""
+    source = tmp_path / "rows.csv"
+    labels = ["a", "b", "b", "c", "c", "c", "c"]
+    rows = [f"{i},{labels[i % 7]},{'' if i == 30 else i}" for i in range(700)]
+    rows[44] += ",too many"
+    source.write_text("x,y,when\n" + "\n".join(rows) + "\n")
+    made: list[dict[str, Any]] = []
+    for k, memory in enumerate(("200kB", "1GiB")):
+        options = {"label": "y", "split": "time=when:0.7", "on_error": "skip:9", "sample": sample}
+        mh.prepare(
+            [source], tmp_path / str(k), balance=balance, memory=memory, workers=1, **options
+        )
+        made.append(overview(tmp_path / str(k)))
+    told = made[0]
+    assert [told[key] for key in ("sample", "balance", "notes")] == [
+        made[1][key] for key in ("sample", "balance", "notes")
+    ]
+    gone, changed = told["sample"] or {}, told["balance"] or {}
+    assert bool(gone) == (sample < 1) and bool(changed) == (balance != "")
+    left_out = gone.get("left_out", 0) + changed.get("left_out", 0)
+    repeated = changed.get("repeated", 0)
+    assert told["records"] == 700 and told["skipped"] == 2
+    assert told["records"] == told["rows"] + told["skipped"] + left_out - repeated
+    assert (repeated > 0) == (balance == "over")
+    for label, count in (("a", 100), ("b", 198), ("c", 400)):
+        there = sum(split["labels"][label] for split in told["splits"].values())
+        sign = -1 if balance == "over" else 1
+        there += gone.get("labels", {}).get(label, 0)
+        there += sign * changed.get("labels", {}).get(label, 0)
+        assert there == count, label
+    words = ["--sample 0.4: "] * bool(gone) + [f"--balance {balance}: "] * bool(changed)
+    assert all(any(note.startswith(word) for note in told["notes"]) for word in words)
+
+
 def test_secrets_are_not_written(tmp_path: Path) -> None:
     import fsspec
 
@@ -370,6 +413,56 @@ def test_like_another_folder(tmp_path: Path) -> None:
     mh.prepare([source], tmp_path / "second", like=tmp_path / "first", workers=1)
     first, second = rows_of(tmp_path / "first", "train"), rows_of(tmp_path / "second", "test")
     assert first.equals(second)
+
+
+def test_what_encoders_never_saw_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old, new = tmp_path / "old.csv", tmp_path / "new.csv"
+    known = [f"{i},w{i % 3},{'no' if i % 2 else 'yes'}" for i in range(120)]
+    old.write_text("x,word,y\n" + "\n".join(known) + "\n")
+    rows = [f"{i},{'w1' if i % 3 == 0 else f'v{i}'},{'Yes.' if i % 4 else 'no'}" for i in range(60)]
+    new.write_text("x,word,y\n" + "\n".join(rows) + "\n")
+    mh.prepare([old], tmp_path / "first", label="y", workers=1, quiet=False)
+    assert "not there when" not in capsys.readouterr().err
+    made = mh.prepare([new], tmp_path / "second", like=tmp_path / "first", workers=1, quiet=False)
+    said = " ".join(capsys.readouterr().err.split())
+    assert "label 'y': 45 of 60 records have one that was not there" in said
+    assert "(for example 'Yes.')" in said
+    assert "feature 'word': 40 of 60 values were not there" in said
+    assert "'v1', 'v10', 'v11', 'v13', 'v14'" in said
+    assert made.lineage["unseen"]["y"] == {"values": 60, "unknown": 45, "examples": ["Yes."]}
+    assert made.splits["test"].labels == {"unknown": 45, "no": 15}
+    (hint,) = [n for n in overview(tmp_path / "second")["notes"] if n.startswith("hint")]
+    assert "'Yes.' and 'yes'" in hint
+
+
+def test_labels_that_look_alike() -> None:
+    labels = ["<=50K", ">50K", "<=50K.", ">50K .", "Cat", " cat", "CAT", "cats", "a.b", "ab"]
+    assert alike(labels) == [["<=50K", "<=50K."], [">50K", ">50K ."], [" cat", "CAT", "Cat"]]
+    assert alike(["v1", "v1.0", "1", "10"]) == []
+
+
+def test_mnist_as_it_is_given_away(tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    pixels = draw.integers(0, 256, (80, 28, 28), dtype=np.uint8)
+    labels = np.arange(80, dtype=np.uint8) % 10
+    for name, values in (("images-idx3", pixels), ("labels-idx1", labels)):
+        dims = b"".join(n.to_bytes(4, "big") for n in values.shape)
+        data = bytes([0, 0, 8, values.ndim]) + dims + values.tobytes()
+        (tmp_path / f"train-{name}-ubyte.gz").write_bytes(gzip.compress(data))
+    made = mh.prepare([str(tmp_path / "train-*.gz")], tmp_path / "out", split="none", workers=1)
+    assert {c.name: (c.role, c.shape) for c in made.schema if c.name != "_id"} == {
+        "image": ("image", (28, 28, 1)),
+        "label": ("label", ()),
+    }
+    from manyhands.data.records import open_data
+
+    batch: dict[str, Any] = open_data(str(tmp_path / "out"), None)[0].batch(np.arange(80))
+    assert batch["image"].dtype == torch.uint8 and batch["image"].shape == (80, 28, 28, 1)
+    ids = batch["_id"].numpy()
+    assert np.array_equal(batch["image"].numpy()[..., 0], pixels[ids])
+    assert np.array_equal(batch["label"].numpy(), labels[ids])
 
 
 # ---- training on it
@@ -514,3 +607,53 @@ def test_the_command_line(tmp_path: Path) -> None:
     assert broken.returncode == 1 and shard.name in broken.stderr
     wrong = run("prepare", str(source), "--split", "half", "--to", to + "2")
     assert wrong.returncode == 2 and "ratio=0.8" in wrong.stderr
+    alike = tmp_path / "alike.csv"
+    alike.write_text("x,y\n" + "".join(f"{i},{'>50K' + '.' * (i % 2)}\n" for i in range(99)))
+    hinted = run("prepare", str(alike), "--label", "y", "--to", to + "3", "--sample", "0.5")
+    assert "'>50K' and '>50K.'" in " ".join(hinted.stdout.split())
+    assert "--sample 0.5: " in hinted.stderr and "--sample 0.5: " not in hinted.stdout
+    assert "--sample 0.5: " in run("data", to + "3").stdout
+
+
+def test_work_that_crashed_is_a_run_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit code 1 with the message; and what was asked for binds nobody."""
+    from manyhands.cli import main
+    from manyhands.data.prepare import applying
+
+    source, to = people(tmp_path / "people.csv", 60), tmp_path / "out"
+    command = ["manyhands", "prepare", str(source), "--to", str(to), "--workers", "1"]
+    monkeypatch.setattr(sys, "argv", command)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(applying, "apply", full)
+        with pytest.raises(SystemExit) as left:
+            main()
+    said = capsys.readouterr().err
+    assert left.value.code == 1 and "manyhands: apply, task 000000: the disk is full" in said
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert left.value.code == 0 and not verified(to)
+
+    def failing() -> Any:
+        yield {"x": 1}
+        raise KeyError("lost")
+
+    with pytest.raises(DataTaskFailed, match="failed at record 2"):
+        mh.prepare(failing(), tmp_path / "other")
+
+
+def test_messages_fit_a_terminal_and_keep_names_whole() -> None:
+    name = "/data/" + "a-very-long-name" * 8
+    text = f"{name}, record 3: {'some words ' * 20}\n  indented {'words ' * 30}\nshort"
+    lines = wrapped(text, first=11).split("\n")
+    assert lines[0] == f"{name}," and lines[-1] == "short"
+    assert all(len(line) <= WIDTH for line in lines[1:])
+    assert [line for line in lines if line.startswith("    words")]
+    assert " ".join(" ".join(lines).split()) == " ".join(text.split())
+    assert len(wrapped("word " * 40, first=11).split("\n")[0]) <= WIDTH - 11
+    assert wrapped("  as it  is\t") == "  as it  is\t"

@@ -1,4 +1,5 @@
-"""Parquet, Arrow, TFRecords, images and Python's records: cut anywhere, the same rows come out."""
+"""Parquet, Arrow, TFRecords, images, IDX and Python's records: cut anywhere, the same rows come
+out."""
 
 import datetime as dt
 import decimal
@@ -23,11 +24,12 @@ from manyhands.data.schema import name_of, type_of
 from manyhands.data.sources.columnar import Columnar
 from manyhands.data.sources.contract import Bad, Piece, Source
 from manyhands.data.sources.generated import spool
+from manyhands.data.sources.idx import Idx
 from manyhands.data.sources.image_folder import Images
 from manyhands.data.sources.tfrecords import TFRecords
 from manyhands.data.tfrecord.framing import frame
 from manyhands.data.tfrecord.writing_examples import encode
-from manyhands.errors import DataError
+from manyhands.errors import DataError, DataTaskFailed
 
 BIG = 1 << 40
 UTC = dt.UTC
@@ -376,6 +378,90 @@ def test_broken_images_are_bad_records(tmp_path: Path, kind: str) -> None:
     assert len(source.chunks(10)) == 5
 
 
+# ---- IDX
+
+
+def idx(path: Path, values: np.ndarray, kind: int = 8) -> Path:
+    """Written as MNIST is, compressed if the name says so."""
+    dims = b"".join(dim.to_bytes(4, "big") for dim in values.shape)
+    data = bytes([0, 0, kind, values.ndim]) + dims + values.tobytes()
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    return path
+
+
+def digits(folder: Path, name: str = "train", count: int = 50, end: str = "") -> tuple[Path, Path]:
+    draw = np.random.default_rng(count)
+    pixels = draw.integers(0, 256, (count, 5, 4), dtype=np.uint8)
+    labels = draw.integers(0, 10, count, dtype=np.uint8)
+    return (
+        idx(folder / f"{name}-images-idx3-ubyte{end}", pixels),
+        idx(folder / f"{name}-labels-idx1-ubyte{end}", labels),
+    )
+
+
+def test_idx_files_are_read_in_pairs(tmp_path: Path) -> None:
+    found: list[object] = []
+    for end in ("", ".gz"):
+        train, test = digits(tmp_path, end=end), digits(tmp_path, "t10k", 7, end)
+        source = Idx.sniff([str(test[1]), str(train[0]), str(train[1]), str(test[0])])
+        assert source.together == ((1, 2), (3, 0)) and len(source.files) == 4
+        assert [n for n, _ in everything(source)[0]] == [*range(50), *range(7)]
+        found += [everything(source, target) for target in (1, 100, BIG)]
+        assert len(source.chunks(100)) == (15 if end == "" else 2)
+    assert all(rows == found[0] for rows in found)
+    rows, bad = everything(source)
+    pixels = np.random.default_rng(50).integers(0, 256, (50, 5, 4), dtype=np.uint8)
+    with Image.open(io.BytesIO(rows[9][1]["image"])) as shown:  # type: ignore[arg-type]
+        assert np.array_equal(np.asarray(shown), pixels[9])
+    assert not bad and types_of(source) == {"image": "binary", "label": "int64"}
+    assert types_of(Idx.sniff([str(train[0])])) == {"image": "binary"}
+    assert types_of(Idx.sniff([str(train[1])])) == {"label": "int64"}
+
+
+def test_idx_files_of_other_types(tmp_path: Path) -> None:
+    numbers = idx(tmp_path / "a-labels.idx1-float", np.array([0.5, -2], dtype=">f4"), 13)
+    assert [row["label"] for _, row in everything(Idx.sniff([str(numbers)]))[0]] == [0.5, -2.0]
+    colours = np.arange(24, dtype=np.uint8).reshape(1, 2, 4, 3)
+    ((_, row),) = everything(Idx.sniff([str(idx(tmp_path / "c-images.idx4-ubyte", colours))]))[0]
+    with Image.open(io.BytesIO(row["image"])) as shown:  # type: ignore[arg-type]
+        assert np.array_equal(np.asarray(shown), colours[0])
+    flat = idx(tmp_path / "x.idx", np.zeros((2, 3), dtype=np.uint8))
+    with pytest.raises(DataError, match=r"2 x 3 values of type 8 .* neither images"):
+        Idx.sniff([str(flat)])
+
+
+@pytest.mark.parametrize("end", ["", ".gz"])
+def test_idx_files_that_are_damaged_are_named_with_the_byte(tmp_path: Path, end: str) -> None:
+    images, labels = digits(tmp_path, end=end)
+    data = gzip.decompress(images.read_bytes()) if end else images.read_bytes()
+
+    def told(content: bytes) -> str:
+        images.write_bytes(gzip.compress(content) if end else content)
+        with pytest.raises(DataError) as error:
+            everything(Idx.sniff([str(images), str(labels)]), 100)
+        assert str(images) in str(error.value)
+        return str(error.value)
+
+    assert "cut off at byte 1,000: its header promises 50 records" in told(data[:1000])
+    assert "ends at byte 1,016" in told(data + b"x")
+    assert "is no IDX file: byte 1 is 0x01" in told(b"\0\1" + data[2:])
+    assert "byte 2 is 0x07" in told(b"\0\0\7" + data[3:])
+    assert "ends at byte 9, within its dims" in told(data[:9])
+    assert "has 49 images" in told(data[:7] + b"\x31" + data[8:])
+
+
+def test_idx_files_that_do_not_belong_together(tmp_path: Path) -> None:
+    train, test = digits(tmp_path), digits(tmp_path, "t10k", 7)
+    twice = digits(tmp_path, end=".gz")
+    for given_, told in (
+        ((*train, test[0]), "t10k-images-idx3-ubyte: its labels are not among the files"),
+        ((train[0], test[1]), "train-images-idx3-ubyte: its labels are not among the files"),
+        ((train[0], twice[0]), "hold the same images, by their names"),
+    ):
+        with pytest.raises(DataError, match=told):
+            Idx.sniff([str(path) for path in given_])
+
+
 # ---- what Python makes
 
 Point = namedtuple("Point", "x y")
@@ -475,7 +561,7 @@ def test_the_user_is_told_which_record_failed(tmp_path: Path) -> None:
         yield {"a": 2}
         raise KeyError("lost")
 
-    with pytest.raises(DataError) as error:
+    with pytest.raises(DataTaskFailed) as error:
         spool(failing(), tmp_path, BIG)
     assert "failed at record 3" in str(error.value) and 'raise KeyError("lost")' in str(error.value)
 

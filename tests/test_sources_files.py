@@ -459,6 +459,9 @@ def test_a_forced_format_wins(tmp_path: Path) -> None:
         ("a.arrow", b"FEA1 and so on", "Feather version 1"),
         ("a.dat", "a,b\n1,2".encode("utf-16"), "UTF-16"),
         ("a.parquet.gz", gzip.compress(parquet()), "Unpack it first"),
+        ("a.csv.gz", gzip.compress(gzip.compress(b"a,b\n1,2\n")), "gzip data inside gzip data"),
+        ("a.csv.bz2", bz2.compress(gzip.compress(b"a,b\n1,2\n")), "gzip data inside bz2 data"),
+        ("train-images-idx3-ubyte", b"<html>not found</html>", "no IDX file: byte 0 is 0x3c"),
     ],
 )
 def test_what_cannot_be_read_is_said_so(
@@ -485,6 +488,15 @@ def test_a_folder_is_of_one_format(tmp_path: Path) -> None:
     (folder / "manifest.json").write_text("{}")
     with pytest.raises(DataError, match="prepared data set already"):
         opened(folder, tmp_path)
+
+
+def test_idx_is_known_by_its_first_bytes_and_all_of_it_is_one_source(tmp_path: Path) -> None:
+    for name, count in (("a/x", 2), ("b/y", 3)):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_bytes(b"\0\0\x08\1\0\0\0" + bytes([count, *range(count)]))
+    (source,) = opened([str(tmp_path / "a" / "x"), str(tmp_path / "b" / "y")], tmp_path)
+    assert type(source).__name__ == "Idx"
+    assert [*rows(source, "label")] == [0, 1, 0, 1, 2]
 
 
 def test_several_sources_keep_their_order(tmp_path: Path) -> None:

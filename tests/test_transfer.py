@@ -1,5 +1,6 @@
 """Shards come whole and right, from wherever they can be had; the cache keeps to its limit."""
 
+import errno
 import multiprocessing
 import os
 import pickle
@@ -170,6 +171,16 @@ def test_a_fetch_that_fails_leaves_nothing(tmp_path: Path, shards: list[ShardInf
         cache.hold(shards[0], fails)
     assert cache.used_bytes() == 0 and here(cache, shards) == []
     fill(cache, shards, 0)
+
+
+def test_a_full_disk_is_named(tmp_path: Path, shards: list[ShardInfo]) -> None:
+    def full(file: BinaryIO) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    cache = Cache(tmp_path / "cache")
+    with pytest.raises(DataError, match=r"cannot be used: No space left .*data\.cache_limit"):
+        cache.hold(shards[0], full)
+    assert cache.used_bytes() == 0 and here(cache, shards) == []
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut"])

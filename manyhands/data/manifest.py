@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a prepared folder says of itself. It is written last: a folder with a manifest is whole."""
 
+import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
+from manyhands.data.hosts.remote_folder import Folder
 from manyhands.data.schema import Schema
+from manyhands.data.sources.urls import is_url, shown
 from manyhands.errors import DataError
 from manyhands.rundir import write_whole
 
@@ -63,19 +66,50 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     write_whole(folder / NAME, text + b"\n")
 
 
-def read_manifest(folder: Path) -> Manifest:
-    path = folder / NAME
+class Listing(NamedTuple):
+    """A manifest, and its bytes, which are the same wherever it is read."""
+
+    manifest: Manifest
+    raw: bytes
+
+
+def read_manifest(folder: Folder) -> Manifest:
+    return read_listing(folder).manifest
+
+
+def read_listing(folder: Folder) -> Listing:
     try:
-        manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
+        raw = _read(folder)
+        manifest = msgspec.json.decode(raw, type=Manifest)
     except FileNotFoundError:
-        raise DataError(
-            f"{folder} is not a prepared data set (it has no {NAME}). Make one with: "
-            f"manyhands prepare SOURCE --to {folder}"
-        ) from None
+        raise DataError(_missing(str(folder))) from None
     except (OSError, msgspec.DecodeError, msgspec.ValidationError) as error:
-        raise DataError(f"{path} cannot be read: {error}") from error
+        raise DataError(f"{folder / NAME} cannot be read: {error}") from error
     if manifest.version > VERSION:
         raise DataError(
-            f"{path} is of version {manifest.version}; this manyhands reads up to {VERSION}."
+            f"{folder / NAME} is of version {manifest.version}; this manyhands reads up to "
+            f"{VERSION}."
         )
-    return manifest
+    return Listing(manifest, raw)
+
+
+def _read(folder: Folder) -> bytes:
+    if isinstance(folder, Path):
+        return (folder / NAME).read_bytes()
+    try:
+        return folder.read(NAME)
+    except DataError as error:
+        raise DataError(f"{folder} is not a prepared data set that can be read: {error}") from None
+
+
+def _missing(folder: str) -> str:
+    url = re.sub("^([^/]+):/(?!/)", r"\1://", folder)  # what a Path makes of it
+    if is_url(url):
+        return (
+            f"{shown(url)} was given as a Path, which loses a slash of a URL. Give it as text: "
+            'mh.prepared("..."), or data="...".'
+        )
+    return (
+        f"{folder} is not a prepared data set (it has no {NAME}). Make one with: "
+        f"manyhands prepare SOURCE --to {folder}"
+    )

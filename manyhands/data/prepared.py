@@ -19,10 +19,9 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from manyhands.data import manifest as manifests
 from manyhands.data.collate import Pick, Picks, take_fixed, take_flat, take_padded, take_strings
 from manyhands.data.draw import Draw
-from manyhands.data.manifest import Manifest, ShardInfo, SplitInfo, read_manifest
+from manyhands.data.manifest import Listing, Manifest, ShardInfo, SplitInfo, read_listing
 from manyhands.data.order import FIRST, Positions, ShardOrder, Visit, Windows, cuts_of, starts_of
 from manyhands.data.records import PreparedData
 from manyhands.data.schema import ID, Column, Schema, column_of, type_of
@@ -35,10 +34,17 @@ WINDOW_BYTES = 128 << 20
 
 
 class Prepared:
-    def __init__(self, data: PreparedData, numbers: Positions | None = None) -> None:
-        """`numbers`: only these records of the split, ascending."""
+    def __init__(
+        self,
+        data: PreparedData,
+        numbers: Positions | None = None,
+        listing: Listing | None = None,
+    ) -> None:
+        """`numbers`: only these records of the split, ascending. `listing`: the folder's, where it
+        has been read already."""
         self.data = data
-        manifest = read_manifest(data.folder)
+        self._listing = listing or read_listing(data.folder)
+        manifest = self._listing.manifest
         split = _split(manifest, data)
         self._schema = manifest.schema
         self._shards: list[ShardInfo] = split.shards
@@ -90,7 +96,7 @@ class Prepared:
 
     def part(self, numbers: Positions) -> "Prepared":
         of_split = numbers if self._numbers is None else self._numbers[numbers]
-        return Prepared(self.data, np.sort(of_split))
+        return Prepared(self.data, np.sort(of_split), self._listing)
 
     def names(self, ids: Positions) -> Sequence[int]:
         """The `_id` of each; where the shard is the trouble, its number in the split."""
@@ -102,7 +108,19 @@ class Prepared:
         return take_fixed(columns, picks, len(ids)).tolist()
 
     def mark(self) -> bytes:
-        return self.data.split.encode() + (self.data.folder / manifests.NAME).read_bytes()
+        """Of what is read, not of where: a folder and a copy of it behind a URL have the same."""
+        return self.data.split.encode() + self._listing.raw
+
+    @property
+    def shards(self) -> Sequence[ShardInfo]:
+        """All that may be read."""
+        return self._shards
+
+    def open_bytes(self) -> int:
+        """About how much a process has open at once: two windows."""
+        windows = self._plan(Visit(training=False)).shards
+        sizes = [sum(self._shards[shard].nbytes for shard in window) for window in windows]
+        return max([*map(sum, pairwise(sizes)), *sizes])
 
     def close(self) -> None:
         self._shelf.close()
@@ -156,6 +174,7 @@ class Prepared:
     def _open(self, number: int) -> OpenShard:
         info, transfer = self._shards[number], self.data.transfer
         if transfer is None:
+            assert isinstance(self.data.folder, Path), "`open_data` chooses a transfer for a URL"
             return self._stacked(self.data.folder / info.file, info, self.data.verify)
         path = transfer.path(info)  # which has compared every block
         try:

@@ -8,8 +8,9 @@ worker's own thread, and collated as torch's DataLoader would. `data.prepared` r
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -17,7 +18,9 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
+from manyhands.config import DataConfig
 from manyhands.data.draw import Transform
+from manyhands.data.hosts.remote_folder import Folder, RemoteFolder, folder_of
 from manyhands.data.order import FIRST, Order, Positions, Visit, order, permutation
 from manyhands.deal import Batch
 from manyhands.errors import TaskError
@@ -25,6 +28,7 @@ from manyhands.task import user_traceback
 
 if TYPE_CHECKING:
     from manyhands.data.hosts.transfer import Transfer
+    from manyhands.data.manifest import Listing
 
 # torch cannot take rows of these.
 _WIDER = {torch.uint16: torch.int32, torch.uint32: torch.int64}
@@ -66,7 +70,7 @@ class Records(Protocol):
 class PreparedData:
     """Which records of a prepared folder, and how batches should hold them. See `prepared`."""
 
-    folder: Path
+    folder: Folder
     split: str = "train"
     columns: tuple[str, ...] | None = None
     stack: Mapping[str, tuple[str, ...]] | None = None
@@ -91,15 +95,16 @@ def prepared(
 ) -> PreparedData:
     """Prepared data for a task: `mh.Task(data=mh.prepared("data/clicks", pad=128), ...)`.
 
-    Batches are dicts of tensors: a column's numbers, (records,) or (records, *shape); for columns
-    of different lengths also NAME_length (or, with pad="flat", NAME_offsets); and `_id`. `columns`
-    are those wanted (default: all but text); `stack={"x": ["age", "hours"]}` makes them one float32
-    matrix. `transform(batch, draw)` changes batches: see `data.augment`. `window` is how many
-    records are mixed at least (default: as many as 128 MiB hold). `transfer` says how shards get
-    here (`data.hosts.transfer`; default: they are here).
+    `folder` is a path or a URL ("s3://bucket/clicks"). Batches are dicts of tensors: a column's
+    numbers, (records,) or (records, *shape); for columns of different lengths also NAME_length (or,
+    with pad="flat", NAME_offsets); and `_id`. `columns` are those wanted (default: all but text);
+    `stack={"x": ["age", "hours"]}` makes them one float32 matrix. `transform(batch, draw)` changes
+    batches: see `data.augment`. `window` is how many records are mixed at least (default: as many
+    as 128 MiB hold). `transfer` says how shards get here (`data.hosts.transfer`); left out, they
+    are here, or come as the [data] settings say.
     """
     return PreparedData(
-        folder=Path(folder),
+        folder=folder_of(folder),
         split=split,
         columns=None if columns is None else tuple(columns),
         stack=None if stack is None else {name: tuple(of) for name, of in stack.items()},
@@ -214,35 +219,94 @@ def record_ids(records: Records, ids: Positions) -> Sequence[int]:
     return records.names(ids)
 
 
+_DEFAULTS = DataConfig()
+
+Listings = Callable[[Folder], "Listing"]
+"""Reads the manifest of a folder; the same one once."""
+
+
 def open_data(
-    data: Any, held_out: Any, *, fold: int | None = None
+    data: Any, held_out: Any, settings: DataConfig = _DEFAULTS
 ) -> tuple[Records, Records | None]:
     """Training and held-out records of a task; complains about what cannot be read.
 
-    A path is a prepared folder: its split "train", and to hold out, unless something else is given,
-    its split "valid" or else "test". `fold`: of data with folds, which one is held out.
+    A path or a URL is a prepared folder: its split "train", and to hold out, unless something else
+    is given, its split "valid" or else "test". Of a URL only the manifest is fetched here.
     """
+    listings = _listings()
     if isinstance(data, str | Path):
         data = prepared(data)
     if isinstance(data, PreparedData):
-        data = _in_fold(data, fold)
-    elif fold is not None:
+        data = _in_fold(data, settings.fold, listings)
+    elif settings.fold is not None:
         raise TaskError("data.fold is set, but the task's data is not a prepared folder.")
     if isinstance(data, PreparedData) and data.split == "train" and held_out is None:
-        held_out = _held_out_split(data)
+        held_out = _held_out_split(data, listings)
     if isinstance(held_out, str | Path):
-        held_out = _held_out_split(prepared(held_out)) or prepared(held_out)
-    train = _records(data, "data")
+        held_out = _held_out_split(prepared(held_out), listings) or prepared(held_out)
+    data, held_out = _reachable([data, held_out], settings)
+    train = _records(data, "data", listings)
     if len(train) == 0:
         raise TaskError("Task: data is empty (0 records).")
     if held_out is None:
         return train, None
     if isinstance(held_out, float):
         return _set_aside(train, held_out)
-    kept = _records(held_out, "held_out")
+    kept = _records(held_out, "held_out", listings)
     if len(kept) == 0:
         raise TaskError("Task: held_out is empty (0 records); leave it out to hold out nothing.")
     return train, kept
+
+
+def make_ready(
+    train: Records, held_out: Records | None, *, workers: int, quiet: bool = False
+) -> None:
+    """What is to be here before the first step is fetched; a cache too small is refused.
+
+    The driver calls it, before it starts this many workers on its host."""
+    sharded = [r for r in (train, held_out) if not isinstance(r, Columns | Items | Part | None)]
+    if not sharded:
+        return
+    from manyhands.data.prepared import Prepared  # which is loaded by now
+
+    parts = [r for r in sharded if isinstance(r, Prepared) and r.data.transfer is not None]
+    if parts:
+        from manyhands.data.hosts import fetching
+
+        fetching.make_ready(parts, workers=workers, quiet=quiet)
+
+
+def _listings() -> Listings:
+    def read(folder: Folder) -> "Listing":
+        from manyhands.data.manifest import read_listing
+
+        return read_listing(folder)
+
+    return cache(read)
+
+
+def _reachable(given: Sequence[Any], settings: DataConfig) -> list[Any]:
+    """Folders behind URLs get a transfer, all of them through one cache."""
+    far = [data for data in given if _is_far(data)]
+    if not far and settings.cache_limit is None:
+        return list(given)
+    from manyhands.data.hosts.fetching import cache_limit, open_cache, open_transfer
+
+    cache_limit(settings)  # a wrong one is refused, even where nothing needs it
+    shared = open_cache(settings) if far else None
+    found: list[Any] = []
+    for data in given:
+        if shared is not None and _is_far(data):
+            data = replace(data, transfer=open_transfer(data.folder, settings, shared))
+        found.append(data)
+    return found
+
+
+def _is_far(data: Any) -> bool:
+    """Behind a URL, and nobody has said how its shards get here."""
+    if not isinstance(data, PreparedData):
+        return False
+    return isinstance(data.folder, RemoteFolder) and data.transfer is None
 
 
 def _set_aside(records: Records, fraction: float) -> tuple[Records, Records]:
@@ -255,10 +319,8 @@ def _set_aside(records: Records, fraction: float) -> tuple[Records, Records]:
     return records.part(split[range(held, size)]), records.part(split[range(held)])
 
 
-def _in_fold(data: PreparedData, fold: int | None) -> PreparedData:
-    from manyhands.data.manifest import read_manifest
-
-    folds = read_manifest(data.folder).folds
+def _in_fold(data: PreparedData, fold: int | None, listings: Listings) -> PreparedData:
+    folds = listings(data.folder).manifest.folds
     if folds == 0:
         if fold is not None:
             raise TaskError(
@@ -275,20 +337,18 @@ def _in_fold(data: PreparedData, fold: int | None) -> PreparedData:
     return replace(data, folder=data.folder / f"fold-{fold}")
 
 
-def _held_out_split(data: PreparedData) -> PreparedData | None:
+def _held_out_split(data: PreparedData, listings: Listings) -> PreparedData | None:
     """What the same folder holds out, if it does, to be read in the same way."""
-    from manyhands.data.manifest import read_manifest
-
-    splits = read_manifest(data.folder).splits
+    splits = listings(data.folder).manifest.splits
     named = next((name for name in ("valid", "test") if name in splits and splits[name].rows), None)
     return None if named is None else replace(data, split=named)
 
 
-def _records(data: Any, where: str) -> Records:
+def _records(data: Any, where: str, listings: Listings) -> Records:
     if isinstance(data, PreparedData):
         from manyhands.data.prepared import Prepared  # Arrow is not needed by others, and large
 
-        return Prepared(data)
+        return Prepared(data, listing=listings(data.folder))
     if isinstance(data, Mapping):
         if not data:
             raise TaskError(f"Task: {where} is an empty dict; give columns of equal length.")

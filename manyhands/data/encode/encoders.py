@@ -54,10 +54,12 @@ __all__ = [
     "apply",
     "attempt",
     "choose",
+    "classes_of",
     "decode_label",
     "encoded_schema",
     "finish",
     "parse_encoding",
+    "refuse_clashes",
     "sizes",
 ]
 
@@ -142,11 +144,15 @@ def _encode(fit: Fitted, values: pa.Array) -> _Encoded:
             pixels, wrong = decode_all(values, fit.shape)
             return _Encoded(pixels, nulls(values), wrong)
         case Classes():
-            values = plain_numbers(values)
-            places = _places(fit.values, values)
-            return _Encoded(places.fill_null(NO_CLASS), nulls(values))
+            return _Encoded(pa.array(classes_of(fit, values)), nulls(plain_numbers(values)))
         case Dropped():
             raise AssertionError("it is left out")
+
+
+def classes_of(fit: Classes, values: pa.Array) -> NDArray[np.int64]:
+    """The class of each label; NO_CLASS for what training never saw, and for missing ones."""
+    values = _typed("label", plain_numbers(values), type_of(fit.type))
+    return _places(fit.values, values).fill_null(NO_CLASS).to_numpy()
 
 
 def _places(known: Sequence[Any], values: pa.Array) -> pa.Array:
@@ -195,10 +201,33 @@ def encoded_schema(schema: Schema, fitted: Mapping[str, Fitted]) -> Schema:
         columns.append(Column(name, kind, column.role, shape))
         if fit.missing == "flag":
             columns.append(Column(f"{name}_missing", "float32"))
-    for name, times in Counter(c.name for c in columns).items():
-        if times > 1:
-            raise DataError(f"there would be two columns '{name}'; rename one of them.")
+    refuse_clashes(columns)
     return tuple(columns)
+
+
+def refuse_clashes(schema: Sequence[Column]) -> None:
+    """No two columns of a batch may have one name. Beside the columns there are in a batch, for
+    each whose records differ in length, NAME_length or NAME_offsets."""
+    names = Counter(c.name for c in schema)
+    for name, times in names.items():
+        if times > 1:
+            raise DataError(
+                f"there would be two columns '{name}': one is made by --missing, --balance or "
+                f"--pack. Rename the other one, or leave it out: --drop {name}"
+            )
+    ragged = [c.name for c in schema if _is_ragged(type_of(c.type))]
+    for name in ragged:
+        for made, what in ((f"{name}_length", "lengths"), (f"{name}_offsets", "offsets")):
+            if made in names:
+                raise DataError(
+                    f"there is a column '{made}', which in batches is the name for the {what} of "
+                    f"'{name}'. Rename it, or leave it out: --drop {made}"
+                )
+
+
+def _is_ragged(kind: pa.DataType) -> bool:
+    """Whether batches hold such values with a length; text is given as it is."""
+    return pa.types.is_list(kind) or pa.types.is_binary(kind)
 
 
 def _type_and_shape(fit: Fitted, column: Column) -> tuple[str, tuple[int, ...]]:

@@ -87,8 +87,12 @@ def _known(values: pa.Array, gone: Flags, fill: str | float) -> tuple[Numbers, F
         gone |= ~np.isfinite(found)
     if not gone.any():
         return found, gone
-    whole = found.dtype.kind != "f" and float(fill).is_integer()
-    return np.where(gone, found.dtype.type(fill) if whole else float(fill), found), gone
+    if found.dtype.kind == "f" or not float(fill).is_integer():
+        return np.where(gone, float(fill), found), gone
+    # A mean near the greatest int64 is rounded to a float that is one more.
+    bounds = np.iinfo(found.dtype)
+    nearest = min(max(int(fill), bounds.min), bounds.max)
+    return np.where(gone, found.dtype.type(nearest), found), gone
 
 
 def _narrowed(found: Numbers, to: pa.DataType) -> Numbers:

@@ -80,9 +80,17 @@ class Cache:
             if key in self._held:
                 self._add(key, 1)
                 return self.folder / key
-        held = self._open(key, info)
-        if held is None:
-            held = self._fetch(key, info, fetch)
+        try:
+            held = self._open(key, info)
+            if held is None:
+                held = self._fetch(key, info, fetch)
+        except OSError as error:
+            if error.errno is None:  # not the disk's, but of whoever fetched
+                raise
+            raise DataError(
+                f"the cache {self.folder} cannot be used: {error.strerror or error}. Make room "
+                "there, give it a limit (data.cache_limit) or name another folder (data.cache)."
+            ) from error
         with self._mutex:
             if key in self._held:  # another thread was quicker
                 os.close(held)

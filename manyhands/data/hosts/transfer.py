@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import BinaryIO, Protocol
 
 import xxhash
@@ -19,10 +19,10 @@ from manyhands.data.hosts import peers
 from manyhands.data.hosts.cache import Cache
 from manyhands.data.hosts.peers import TIMEOUT_S, Credentials
 from manyhands.data.hosts.placement import Placement
+from manyhands.data.hosts.remote_folder import blocks_of, inside, join
 from manyhands.data.manifest import BLOCK_BYTES, ShardInfo
-from manyhands.data.shards import check_blocks
-from manyhands.data.sources.files import local_path, open_anywhere, shown
-from manyhands.data.sources.urls import hide
+from manyhands.data.shards import Damage, check_blocks
+from manyhands.data.sources.files import local_path, shown
 from manyhands.errors import DataDamaged, DataError
 
 SUSPECT_S = 30.0
@@ -70,7 +70,7 @@ class Direct:
         if self.folder is None:
             assert self.cache is not None
             return _cached(self.cache, info, _origin(self.url), self.report)
-        path = self.folder / _inside(info.file)
+        path = self.folder / inside(info.file)
         if info.file not in self._checked:
             try:
                 damages = check_blocks(path, info)
@@ -98,8 +98,8 @@ class Replicate:
         if limit is not None and total > limit:
             raise DataError(
                 f"the {len(shards)} shards of {shown(self.url)} are {total:,} bytes, and the cache "
-                f"{self.cache.folder} may hold {limit:,}. Raise its limit, or use the transfer "
-                "'direct' or 'peer'."
+                f"{self.cache.folder} may hold {limit:,}. Raise its limit (data.cache_limit), or "
+                'fetch them when they are needed: data.transfer = "direct".'
             )
         _fetch_now(self, shards, progress)
 
@@ -192,11 +192,15 @@ class _Unfit(Exception):
     """A source failed; the file that is written is not to blame."""
 
 
+class _Wrong(OSError):
+    """A source has other bytes than those that were written."""
+
+
 def download(
     info: ShardInfo, sources: Sequence[Source], file: BinaryIO, report: Report | None = None
 ) -> None:
     """Write the shard, each block from the first source that has it right."""
-    done, problems = 0, list[str]()
+    done, problems, wrong = 0, list[str](), False
     for source in sources:
         try:
             for block in _good_blocks(info, source, done):
@@ -205,10 +209,23 @@ def download(
             return
         except _Unfit as problem:
             problems.append(f"{source.name}: {problem}")
+            wrong = wrong or isinstance(problem.__cause__, _Wrong)
             if report is not None:
                 report(f"{info.file} could not be had from {problems[-1]}")
     tried = "; ".join(dict.fromkeys(problems)) or "nobody was there to ask"
-    raise DataDamaged(f"{info.file} is nowhere to be had whole. Tried: {tried}.")
+    raise DataDamaged(f"{info.file} is nowhere to be had whole. Tried: {tried}. {_cure(wrong)}")
+
+
+def _cure(wrong: bool) -> str:
+    if wrong:
+        return (
+            "Look at the whole data set with: manyhands data URL --verify; then copy this file "
+            "there again from where it came, or prepare the data again."
+        )
+    return (
+        "See that it is there and can be reached, then start again, or go on with what is saved: "
+        "manyhands resume RUN"
+    )
 
 
 def _good_blocks(info: ShardInfo, source: Source, first: int) -> Iterator[bytes]:
@@ -220,7 +237,7 @@ def _good_blocks(info: ShardInfo, source: Source, first: int) -> Iterator[bytes]
             yield block
             index += 1
         if index < len(info.checksums):
-            raise OSError(f"it ends at byte {index * BLOCK_BYTES:,} of {info.nbytes:,}")
+            raise _Wrong(f"it ends at byte {index * BLOCK_BYTES:,} of {info.nbytes:,}")
     except (OSError, DataError) as error:
         raise _Unfit(str(error)) from error
 
@@ -229,11 +246,11 @@ def _compare(info: ShardInfo, index: int, block: bytes) -> None:
     start = index * BLOCK_BYTES
     size = min(BLOCK_BYTES, info.nbytes - start)
     if index >= len(info.checksums):
-        raise OSError(f"it has more than {info.nbytes:,} bytes")
+        raise _Wrong(f"it has more than {info.nbytes:,} bytes")
     if len(block) != size:
-        raise OSError(f"it ends at byte {start + len(block):,} of {info.nbytes:,}")
+        raise _Wrong(f"it ends at byte {start + len(block):,} of {info.nbytes:,}")
     if xxhash.xxh3_64_hexdigest(block) != info.checksums[index]:
-        raise OSError(f"its bytes {start:,} to {start + size:,} are not those that were written")
+        raise _Wrong(f"its bytes {start:,} to {start + size:,} are not those that were written")
 
 
 def _cached(
@@ -265,32 +282,26 @@ def _origin(url: str) -> list[Source]:
     """Asked twice, because stores far away stumble."""
 
     def blocks(info: ShardInfo, first: int) -> Iterator[bytes]:
-        here = join(url, info.file)
-        try:
-            with open_anywhere(here) as file:
-                file.seek(first * BLOCK_BYTES)
-                while block := file.read(BLOCK_BYTES):
-                    yield block
-        except DataError:
-            raise
-        except Exception as error:  # storage libraries raise what they like, with secrets in it
-            raise OSError(hide(str(error), here) or type(error).__name__) from None
+        return blocks_of(join(url, info.file), BLOCK_BYTES, first)
 
     source = Source(shown(url), blocks)
     return [source, source]
 
 
-def join(url: str, file: str) -> str:
-    """The URL of a file in a folder; the query of a web address stays at the end."""
-    folder, mark, query = url, "", ""
-    if url.rpartition("::")[2].startswith(("http://", "https://")):
-        folder, mark, query = url.partition("?")
-    return f"{folder.rstrip('/')}/{_inside(file)}{mark}{query}"
-
-
-def _inside(file: str) -> PurePosixPath:
-    """A manifest may come from anybody; it must not lead out of its folder."""
-    path = PurePosixPath(file)
-    if path.is_absolute() or ".." in path.parts or not path.parts:
-        raise DataError(f"the manifest lists '{file}', which is not in its own folder.")
-    return path
+def damage_of(url: str, info: ShardInfo) -> list[Damage]:
+    """Every block of a shard in a remote folder that is not what was written. It is not kept."""
+    found, read = list[Damage](), 0
+    try:
+        for index, block in enumerate(blocks_of(join(url, info.file), BLOCK_BYTES)):
+            start, read = read, read + len(block)
+            if read > info.nbytes:
+                what = "and perhaps more are too many at the end"
+                return [*found, Damage(info.file, info.nbytes, read, what, {})]
+            whole = read - start == min(BLOCK_BYTES, info.nbytes - start)
+            if whole and xxhash.xxh3_64_hexdigest(block) != info.checksums[index]:
+                found.append(Damage(info.file, start, read, "have changed", {}))
+    except (OSError, DataError) as error:
+        return [*found, Damage(info.file, read, info.nbytes, f"cannot be read ({error})", {})]
+    if read < info.nbytes:
+        found.append(Damage(info.file, read, info.nbytes, "are missing from the end", {}))
+    return found

@@ -56,7 +56,7 @@ from manyhands.data.mapreduce.sorting import (
     write_run,
 )
 from manyhands.data.mapreduce.tasks import Crew, Job, Submits, digest_of, parse_bytes
-from manyhands.errors import DataError, ManyhandsError
+from manyhands.errors import DataError, DataTaskFailed, ManyhandsError
 from manyhands.task import user_traceback
 
 if TYPE_CHECKING:
@@ -220,7 +220,7 @@ def _encoded(source: Iterable[Record]) -> Iterator[bytes]:
     except ManyhandsError:
         raise
     except Exception as error:
-        raise DataError(
+        raise DataTaskFailed(
             f"the source failed at record {number:,}:\n{user_traceback(error)}"
         ) from error
 
@@ -240,7 +240,7 @@ def _map_chunk(
             try:
                 found = None if key is None else key(value)
             except Exception as error:
-                raise DataError(_failed(f"key failed at {which}:", value, error)) from error
+                raise DataTaskFailed(_failed(f"key failed at {which}:", value, error)) from error
             try:
                 sort_by = key_bytes(found)
             except NotPlain as trouble:
@@ -265,7 +265,7 @@ def _made(function: Callable[..., Any], args: tuple[Any, ...], what: str) -> Ite
     except ManyhandsError:
         raise
     except Exception as error:
-        raise DataError(_failed(what, args[0], error)) from error
+        raise DataTaskFailed(_failed(what, args[0], error)) from error
 
 
 def _failed(what: str, shown: Any, error: Exception) -> str:

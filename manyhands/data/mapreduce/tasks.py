@@ -27,7 +27,7 @@ import cloudpickle
 import msgspec
 
 from manyhands.data.mapreduce.pool import Pool
-from manyhands.errors import DataError, ManyhandsError
+from manyhands.errors import DataError, DataTaskFailed, ManyhandsError
 from manyhands.rundir import write_whole
 from manyhands.task import user_traceback
 from manyhands.world import usable_cores
@@ -110,7 +110,7 @@ class Crew:
         """The results of all jobs, in their order.
 
         When a job fails, those that have begun are waited for and kept, and the first failure in
-        the order of jobs is raised as a DataError.
+        the order of jobs is raised: a DataError as it is, anything else as DataTaskFailed.
         """
         kept = _Phase(self.folder / phase, jobs, result, self.progress)
         todo = deque(i for i in range(len(jobs)) if not kept.reuse(i))
@@ -121,12 +121,12 @@ class Crew:
         while todo:
             lost = self._run(todo, kept)
             if lost and self.executor is not None:
-                raise DataError(_died(phase, [jobs[i].name for i in lost], "died"))
+                raise DataTaskFailed(_died(phase, [jobs[i].name for i in lost], "died"))
             # One by one: now it is known which of them, if any, kills its process. Whether it had
             # begun when the pool broke is not, so each may die once more.
             for i in lost:
                 if self._run(deque([i]), kept) and self._run(deque([i]), kept):
-                    raise DataError(_died(phase, [jobs[i].name], "died twice"))
+                    raise DataTaskFailed(_died(phase, [jobs[i].name], "died twice"))
         return kept.results()
 
     def _run(self, todo: deque[int], kept: "_Phase[T]") -> list[int]:
@@ -210,10 +210,15 @@ def _explained(error: Exception, phase: str, name: str) -> ManyhandsError:
         return error
     where = f"{phase}, task {name}"
     if isinstance(error, MemoryError):
-        return DataError(f"{where}: out of memory. Use fewer workers, or a smaller memory.")
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return DataError(f"{where}: the disk is full. What is finished is kept: make room.")
-    return DataError(f"{where} failed:\n{user_traceback(error)}")
+        return DataTaskFailed(f"{where}: out of memory. Use fewer workers, or a smaller memory.")
+    if isinstance(error, OSError) and is_full(error):
+        return DataTaskFailed(f"{where}: the disk is full. What is finished is kept: make room.")
+    return DataTaskFailed(f"{where} failed:\n{user_traceback(error)}")
+
+
+def is_full(error: OSError) -> bool:
+    """Whether it is for want of room on a disk."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def _died(phase: str, names: Sequence[str], how: str) -> str:
@@ -247,7 +252,7 @@ class _Phase(Generic[T]):
         names = {job.name for job in jobs}
         assert len(names) == len(jobs), "two jobs of a phase have the same name"
         assert not any("/" in name or name.startswith(".") for name in names)
-        with _disk():
+        with _disk(folder):
             folder.mkdir(parents=True, exist_ok=True)
 
     def reuse(self, i: int) -> bool:
@@ -262,7 +267,7 @@ class _Phase(Generic[T]):
     def finish(self, i: int, encoded: bytes) -> None:
         result = self.decoder.decode(encoded)
         done = _Done(self._digest(i), msgspec.Raw(encoded))
-        with _disk():
+        with _disk(self.folder):
             write_whole(self._path(i), msgspec.msgpack.encode(done))
         self._add(i, result)
 
@@ -291,12 +296,13 @@ class _Phase(Generic[T]):
 
 
 @contextmanager
-def _disk() -> Generator[None]:
+def _disk(folder: Path) -> Generator[None]:
     """Trouble with the folder is the user's to mend: full, read-only, not ours."""
     try:
         yield
     except OSError as error:
-        raise DataError(f"{error.strerror}: {error.filename}. What is finished is kept.") from error
+        what = f"{error.strerror}: {error.filename or folder}. What is finished is kept."
+        raise DataTaskFailed(what) from error
 
 
 def digest_of(*parts: str | bytes | int) -> str:

@@ -14,15 +14,18 @@ from rich.text import Text
 from manyhands.data.encode.encoders import Encoders, sizes
 from manyhands.data.encode.fitting import Dropped
 from manyhands.data.formats import read_table
+from manyhands.data.hosts.fetching import shard_file
+from manyhands.data.hosts.remote_folder import Folder
+from manyhands.data.hosts.transfer import damage_of
 from manyhands.data.manifest import NAME, Manifest, read_manifest
+from manyhands.data.prepare.accounts import hints
+from manyhands.data.prepare.wrapping import WIDTH, wrapped
 from manyhands.data.shards import check_blocks
 from manyhands.data.splitting.leakage import Report
 from manyhands.errors import DataError
 
-WIDTH = 100
 
-
-def overview(folder: Path) -> dict[str, Any]:
+def overview(folder: Folder) -> dict[str, Any]:
     """What programs want to know: schema, and rows, bytes and labels of each split."""
     manifest = read_manifest(folder)
     splits = {
@@ -42,6 +45,10 @@ def overview(folder: Path) -> dict[str, Any]:
         "bytes": sum(split.nbytes for split in manifest.splits.values()),
         "records": manifest.lineage.get("records"),
         "skipped": manifest.lineage.get("skipped"),
+        "sample": manifest.lineage.get("sample"),
+        "balance": manifest.lineage.get("balance"),
+        "unseen": manifest.lineage.get("unseen"),
+        "notes": [*manifest.lineage.get("notes", ()), *_hints(manifest)],
         "split": manifest.split,
         "leakage": manifest.leakage,
         "schema": msgspec.to_builtins(manifest.schema),
@@ -56,7 +63,7 @@ def overview(folder: Path) -> dict[str, Any]:
     return told
 
 
-def verified(folder: Path, *, quiet: bool = False) -> list[str]:
+def verified(folder: Folder, *, quiet: bool = False) -> list[str]:
     """Every damage in the folder, as sentences."""
     manifest = read_manifest(folder)
     found: list[str] = []
@@ -68,9 +75,13 @@ def verified(folder: Path, *, quiet: bool = False) -> list[str]:
     console = Console(stderr=True)
     hidden = quiet or not console.is_terminal
     for shard in track(shards, "checking", console=console, disable=hidden):
-        found += [str(damage) for damage in check_blocks(folder / shard.file, shard)]
+        if isinstance(folder, Path):
+            damages = check_blocks(folder / shard.file, shard)
+        else:
+            damages = damage_of(folder.url, shard)
+        found += map(str, damages)
     known = {shard.file for shard in shards}
-    for path in sorted(folder.iterdir()):
+    for path in sorted(folder.iterdir()) if isinstance(folder, Path) else ():
         if path.suffix in (".arrow", ".parquet", ".tfrecord") and path.name not in known:
             found.append(f"{path} is not in {NAME}: it is read by nobody")
     return found
@@ -79,23 +90,29 @@ def verified(folder: Path, *, quiet: bool = False) -> list[str]:
 # ---- for people
 
 
-def show(folder: Path, *, rows: int = 3, split: str | None = None) -> None:
+def show(folder: Folder, *, rows: int = 3, split: str | None = None, notes: bool = True) -> None:
+    """`notes`: whether those that were printed while it was prepared are printed too."""
     manifest, console = read_manifest(folder), Console(width=WIDTH, highlight=False)
     if manifest.folds:
-        console.print(f"[bold]{folder}[/]  {manifest.folds} folds of {_rows_in(manifest)} records")
+        _say(console, f"{folder}  {manifest.folds} folds of {_rows_in(manifest)} records", folder)
         console.print(_report(manifest))
-        console.print(f"Look at one: manyhands data {folder}/fold-0")
+        for hint in _hints(read_manifest(folder / "fold-0")):
+            _say(console, hint)
+        _say(console, f"Look at one: manyhands data {folder}/fold-0")
         return
     if split is not None and split not in manifest.splits:
         raise DataError(f"there is no split '{split}'; there are {', '.join(manifest.splits)}.")
     total = sum(s.rows for s in manifest.splits.values())
     nbytes = sum(s.nbytes for s in manifest.splits.values())
-    console.print(
-        f"[bold]{folder}[/]  {manifest.format}, {total:,} records, {_size(nbytes)}, "
+    told = (
+        f"{folder}  {manifest.format}, {total:,} records, {_size(nbytes)}, "
         f"split {manifest.split}, seed {manifest.seed}"
     )
+    _say(console, told, folder)
     if skipped := manifest.lineage.get("skipped"):
-        console.print(f"{skipped:,} of {_rows_in(manifest)} records were left out: skipped.jsonl")
+        _say(console, f"{skipped:,} of {_rows_in(manifest)} records were left out: skipped.jsonl")
+    for note in (*(manifest.lineage.get("notes", ()) if notes else ()), *_hints(manifest)):
+        _say(console, note)
     console.print(_splits(manifest))
     console.print(_report(manifest))
     console.print(_columns(manifest))
@@ -103,6 +120,18 @@ def show(folder: Path, *, rows: int = 3, split: str | None = None) -> None:
         name = split or next(iter(manifest.splits))
         console.print(f"\nfirst records of {name}, as they are read:")
         console.print(_records(folder, manifest, name, rows))
+
+
+def _say(console: Console, text: str, title: Folder | None = None) -> None:
+    """Broken between words; Rich would break long names of files, and read [ ] as its own."""
+    shown = Text(wrapped(text))
+    if title is not None:
+        shown.stylize("bold", 0, len(str(title)))
+    console.print(shown, soft_wrap=True)
+
+
+def _hints(manifest: Manifest) -> list[str]:
+    return hints(Encoders.load(manifest.encoders).fitted, manifest.lineage)
 
 
 def _rows_in(manifest: Manifest) -> str:
@@ -175,13 +204,14 @@ def _number(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def _records(folder: Path, manifest: Manifest, split: str, rows: int) -> Table:
+def _records(folder: Folder, manifest: Manifest, split: str, rows: int) -> Table:
     """One line for each column: records are often wider than a terminal."""
     found: list[dict[str, Any]] = []
     for shard in manifest.splits[split].shards:
         if len(found) < rows:
-            table = read_table(folder / shard.file, manifest.schema)
-            found += table.slice(0, rows - len(found)).to_pylist()
+            with shard_file(folder, shard) as path:
+                table = read_table(path, manifest.schema)
+                found += table.slice(0, rows - len(found)).to_pylist()
     table = Table("column", box=None, pad_edge=False, header_style="bold")
     for k in range(len(found)):
         table.add_column(f"record {k + 1}", overflow="ellipsis", no_wrap=True, max_width=24)

@@ -1,12 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Making: divided records → encoded, shuffled shards and their manifest.
 
-    fit       facts of the training records, piece by piece, joined in the order of pieces
-    apply     a piece's rows encoded and spilled, grouped by the shard they belong to
-    shuffle   a shard's rows gathered from all spills, sorted by key, written and described
-
-A record's key is a bijection of its id, so the order of records is the order of keys, whoever
-wrote them. Copies of a record (`balance over`) have ids of their own.
+What each task does is in `applying`; here it is told which tasks there are, and what their results
+come to together.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,177 +11,42 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
-import pyarrow as pa
-from numpy.typing import NDArray
 
-from manyhands.data.encode.balance import balance, resample, sample
-from manyhands.data.encode.column_facts import Facts, collect, merge, statistics
-from manyhands.data.encode.encoders import Encoders, attempt, choose, encoded_schema, finish
+from manyhands.data.encode.column_facts import Facts, merge, statistics
+from manyhands.data.encode.encoders import (
+    Encoders,
+    attempt,
+    choose,
+    encoded_schema,
+    finish,
+    refuse_clashes,
+)
 from manyhands.data.encode.encoding import Encoding, parse_encoding, with_missing
 from manyhands.data.encode.fitting import Classes, Fitted
 from manyhands.data.encode.pack import match, pack, packed_schema
-from manyhands.data.formats import write_parquet, write_tfrecord
-from manyhands.data.hashing import mix64
-from manyhands.data.manifest import VERSION, Manifest, ShardInfo, SplitInfo, read_manifest
-from manyhands.data.mapreduce.shuffle import KEY, Spilled, buckets_for, gather, spill
+from manyhands.data.manifest import VERSION, Manifest, SplitInfo, read_manifest
+from manyhands.data.mapreduce.shuffle import buckets_for
 from manyhands.data.mapreduce.tasks import Job, digest_of
-from manyhands.data.prepare.dividing import Division, load_splits
-from manyhands.data.prepare.recipe import SUFFIX, WEIGHT, Recipe
+from manyhands.data.prepare import applying
+from manyhands.data.prepare.accounts import lineage_of, merged
+from manyhands.data.prepare.applying import MOST_COPIES, Applied, Fit, Plan, Shard
+from manyhands.data.prepare.dividing import Division
+from manyhands.data.prepare.recipe import WEIGHT
 from manyhands.data.prepare.site import Site
 from manyhands.data.prepare.stage import read_piece
 from manyhands.data.schema import ID, Column, Schema, column_of
-from manyhands.data.shards import write_shard
 from manyhands.errors import DataError
 from manyhands.rundir import write_whole
 
-_COPY_BITS, MOST_COPIES = 55, 127
-"""Copies of a record are told apart above its id."""
 _SAMPLE_ROWS = 1000
 _LEAST_BUCKET = 4
 """A bucket should be at most this part of a worker's memory: gathering takes three times it."""
 
 
-class Plan(msgspec.Struct, frozen=True):
-    """What every task of `apply` needs to know; kept in a file."""
-
-    raw: Schema
-    """Of the pieces."""
-    sides: list[int]
-    """Of each split of the division: the split it becomes here."""
-    fitted: dict[str, Fitted]
-    seed: int
-    pack: dict[str, list[str]]
-    sample: float
-    how: str
-    """"", "weight", "under" or "over"."""
-    label: str
-    counts: list[int]
-    """Training records of each class."""
-
-
-class Fit(msgspec.Struct, frozen=True):
-    file: str
-
-
-class Applied(msgspec.Struct, frozen=True):
-    spilled: Spilled
-    refused: list[tuple[int, str]]
-    """Records that cannot be encoded, by id, with the reason."""
-
-
-class Shard(msgspec.Struct, frozen=True):
-    info: ShardInfo
-    labels: dict[str, int]
-
-
-# ---- what tasks do
-
-
-def read_rows(
-    piece: str, raw: Schema, groups: Mapping[str, Sequence[str]], stem: str, share: float
-) -> tuple[pa.Table, NDArray[np.int8]]:
-    """A piece's rows, packed, and their splits; of a sample, if that is wanted."""
-    table = read_piece(Path(piece), {c.name: c.type for c in raw})
-    splits = load_splits(stem)
-    if share < 1:
-        chosen = sample(table.column(ID).to_numpy().view(np.uint64), share)
-        table, splits = table.filter(pa.array(chosen)), splits[chosen]
-    return pack(table, groups), splits
-
-
-def fit(
-    piece: str,
-    raw: Schema,
-    groups: Mapping[str, Sequence[str]],
-    stem: str,
-    share: float,
-    training: Sequence[int],
-    packed: Schema,
-    encodings: Mapping[str, Encoding],
-    to: str,
-) -> Fit:
-    table, splits = read_rows(piece, raw, groups, stem, share)
-    table = table.filter(pa.array(np.isin(splits, training)))
-    write_whole(Path(to), collect(table, packed, encodings))
-    return Fit(to)
-
-
-def apply(piece: str, stem: str, plan_file: str, buckets: Sequence[int], to: str) -> Applied:
-    plan = msgspec.json.decode(Path(plan_file).read_bytes(), type=Plan)
-    table, splits = read_rows(piece, plan.raw, plan.pack, stem, plan.sample)
-    encoded, sides, refused = encode_rows(table, splits, plan)
-    keys = mix64(plan.seed, encoded.column(ID).to_numpy())
-    return Applied(spill(Path(to), encoded, sides, keys, buckets), refused)
-
-
-def encode_rows(
-    table: pa.Table, splits: NDArray[np.int8], plan: Plan
-) -> tuple[pa.Table, NDArray[np.int8], list[tuple[int, str]]]:
-    """Rows as they will stand in shards, the split of each, and the rows that cannot."""
-    sides = np.array([*plan.sides, -1], dtype=np.int8)[splits]
-    if (placed := sides >= 0).all() is not np.True_:
-        table, sides = table.filter(pa.array(placed)), sides[placed]
-    ids = table.column(ID).to_numpy()
-    encoded, wrong = attempt(plan.fitted, table)
-    if wrong:
-        sides = np.delete(sides, list(wrong))
-    refused = [(int(ids[row]), what) for row, what in wrong.items()]
-    if plan.how:
-        encoded, sides = balanced(encoded, sides, plan)
-    return encoded, sides, refused
-
-
-def balanced(
-    encoded: pa.Table, sides: NDArray[np.int8], plan: Plan
-) -> tuple[pa.Table, NDArray[np.int8]]:
-    """Training records weighed, left out or repeated by their label; the others once."""
-    labels = encoded.column(plan.label).to_numpy()
-    if plan.how == "weight":
-        weights = np.append(balance(plan.counts), np.float32(1.0))
-        found = weights[np.where((labels >= 0) & (labels < len(plan.counts)), labels, -1)]
-        found = np.where(sides == 0, found, np.float32(1.0)).astype(np.float32)
-        return encoded.append_column(WEIGHT, pa.array(found)), sides
-    ids = encoded.column(ID).to_numpy()
-    how = "under" if plan.how == "under" else "over"
-    often = resample(ids.view(np.uint64), labels, plan.counts, how)
-    often = np.where(sides == 0, often, 1)
-    rows = np.repeat(np.arange(len(ids)), often)
-    copies = np.arange(len(rows)) - np.repeat(np.cumsum(often) - often, often)
-    copied = encoded.take(pa.array(rows))
-    marked = copied.column(ID).to_numpy() | (copies.astype(np.int64) << _COPY_BITS)
-    place = copied.column_names.index(ID)
-    return copied.set_column(place, ID, pa.array(marked)), sides[rows]
-
-
-def shuffle(
-    index_file: str, split: int, bucket: int, to: str, recipe: Recipe, schema: Schema, label: str
-) -> Shard:
-    spills = [Path(p) for p in Path(index_file).read_text().splitlines()]
-    table = gather(spills, split, bucket).drop_columns([KEY])
-    table = table.select([c.name for c in schema])
-    info = write_records(Path(f"{to}.{SUFFIX[recipe.format]}"), table, recipe)
-    counted: dict[str, int] = {}
-    if label:
-        values, counts = np.unique(table.column(label).to_numpy(), return_counts=True)
-        counted = {str(v): int(n) for v, n in zip(values.tolist(), counts.tolist(), strict=True)}
-    return Shard(info, counted)
-
-
-def write_records(path: Path, table: pa.Table, recipe: Recipe) -> ShardInfo:
-    """A shard in the format that was asked for."""
-    if recipe.format == "arrow":
-        return write_shard(path, table, compression=recipe.compression or None)
-    write = write_parquet if recipe.format == "parquet" else write_tfrecord
-    return write(path, table, compression=recipe.compression or None)
-
-
-# ---- the story
-
-
 @dataclass(frozen=True, slots=True)
 class Made:
     manifest: Manifest
+    """Its lineage has what is told of this data set alone."""
     refused: list[tuple[int, str]]
     """Records that cannot be encoded, by id, with the reason."""
 
@@ -214,6 +75,7 @@ def make(
     schema = encoded_schema((Column(ID, "int64", "id"), *fitter.packed), fitted)
     if recipe.balance == "weight":
         schema = (*schema, Column(WEIGHT, "float32", "weight"))
+        refuse_clashes(schema)
     plan_file = site.work / f"{prefix}plan.json"
     write_whole(plan_file, msgspec.json.encode(plan))
     key = digest_of(site.key, msgspec.json.encode(plan))
@@ -225,7 +87,12 @@ def make(
     applied = site.crew.do(
         f"{prefix}apply",
         [
-            Job(f"{k:06}", apply, (piece, stem, str(plan_file), buckets, str(path)), key=key)
+            Job(
+                f"{k:06}",
+                applying.apply,
+                (piece, stem, str(plan_file), buckets, str(path)),
+                key=key,
+            )
             for k, (piece, stem, path) in enumerate(zip(pieces, division.stems, paths, strict=True))
         ],
         Applied,
@@ -240,7 +107,7 @@ def make(
         [
             Job(
                 stem,
-                shuffle,
+                applying.shuffle,
                 (str(index), *place, str(folder / stem), recipe, schema, label),
                 key=key,
             )
@@ -267,6 +134,7 @@ def make(
         split=recipe.split if held_out is None else f"fold {held_out} of {recipe.folds}",
         statistics=told,
         leakage=division.report.counts,
+        lineage=lineage_of(merged([a.account for a in applied]), recipe, fitted),
     )
     return Made(manifest, [found for a in applied for found in a.refused])
 
@@ -283,6 +151,12 @@ def _split_info(shards: Sequence[Shard], classes: Fitted | None) -> SplitInfo:
     }
     infos = [shard.info for shard in shards]
     return SplitInfo(sum(i.rows for i in infos), sum(i.nbytes for i in infos), infos, labels)
+
+
+def _class_label(fitted: Mapping[str, Fitted]) -> str:
+    """The label, as another folder's encoders know it; "" where it is none of classes."""
+    labels = (n for n, f in fitted.items() if isinstance(f, Classes) and f.role == "label")
+    return next(labels, "")
 
 
 class _Fitter:
@@ -307,7 +181,7 @@ class _Fitter:
         jobs = [
             Job(
                 f"{k:06}",
-                fit,
+                applying.fit,
                 (
                     piece,
                     self.raw,
@@ -362,7 +236,7 @@ class _Fitter:
         return {name: fit for name, fit in fitted.items() if name in there}, other.statistics
 
     def plan(self, fitted: Mapping[str, Fitted], sides: Sequence[int]) -> Plan:
-        label = self.division.names.label
+        label = self.division.names.label or _class_label(fitted)
         counts: list[int] = []
         if self.recipe.balance:
             classes = fitted.get(label)
@@ -390,6 +264,7 @@ class _Fitter:
             how=self.recipe.balance,
             label=label,
             counts=counts,
+            like=bool(self.recipe.like),
         )
 
     def buckets(self, plan: Plan, splits: int) -> list[int]:

@@ -196,7 +196,12 @@ def _make(site: Site, sources: Sequence[Source]) -> Manifest:
     ]
     bad = _left_out(site, pieces, division, made[0].refused)
     lineage = _lineage(site, pieces, division, len(bad))
-    finished = [msgspec.structs.replace(m.manifest, lineage=lineage) for m in made]
+    finished = [
+        msgspec.structs.replace(m.manifest, lineage=lineage | m.manifest.lineage) for m in made
+    ]
+    for k, manifest in enumerate(finished):
+        for note in manifest.lineage["notes"]:
+            site.note(f"fold {k}: {note}" if recipe.folds else note)
     if bad:
         lines = b"".join(msgspec.json.encode(b) + b"\n" for b in bad)
         write_whole(site.folder / SKIPPED, lines)
@@ -208,7 +213,13 @@ def _make(site: Site, sources: Sequence[Source]) -> Manifest:
     for held_out, manifest in enumerate(finished):
         write_manifest(site.folder / f"fold-{held_out}", manifest)
     whole = msgspec.structs.replace(
-        finished[0], schema=(), splits={}, encoders={}, statistics={}, folds=recipe.folds
+        finished[0],
+        schema=(),
+        splits={},
+        encoders={},
+        statistics={},
+        lineage=lineage,
+        folds=recipe.folds,
     )
     write_manifest(site.folder, msgspec.structs.replace(whole, split=f"folds={recipe.folds}"))
     return whole

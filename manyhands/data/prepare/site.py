@@ -19,9 +19,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from manyhands.data.mapreduce.tasks import Crew, Progress
+from manyhands.data.mapreduce.tasks import Crew, Progress, is_full
 from manyhands.data.prepare.recipe import Recipe, refuse_finished
-from manyhands.errors import DataError
+from manyhands.data.prepare.wrapping import wrapped
+from manyhands.errors import DataError, DataTaskFailed
 from manyhands.rundir import write_whole
 
 WORK = ".work"
@@ -55,7 +56,7 @@ class Site:
         if text not in self.notes:
             self.notes.append(text)
             if not self.quiet:
-                print(text, file=sys.stderr)
+                print(wrapped(text), file=sys.stderr)
 
 
 def target_bytes(memory: int, total: int | None = None) -> int:
@@ -73,7 +74,8 @@ def work_folder(folder: Path, *, restart: bool) -> Generator[Path]:
         work.mkdir(parents=True, exist_ok=True)
         lock = os.open(work / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
     except OSError as error:
-        raise DataError(f"{folder} cannot be made: {error.strerror}.") from error
+        kind = DataTaskFailed if is_full(error) else DataError
+        raise kind(f"{folder} cannot be made: {error.strerror}.") from error
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -85,7 +87,8 @@ def work_folder(folder: Path, *, restart: bool) -> Generator[Path]:
         try:
             yield work
         except DataError:
-            (work / _REFUSED).touch()
+            with suppress(OSError):  # a full disk is what it may be about
+                (work / _REFUSED).touch()
             raise
     finally:
         os.close(lock)

@@ -97,7 +97,8 @@ def too_many(bad: Sequence[Bad], skip: int, total: int | None = None) -> str:
 def as_plain(table: pa.Table) -> pa.Table:
     """The same values in types of ours. A column with the name of our ids gets another."""
     if ID in table.column_names:
-        free = next(n for n in ("id", "id_2", "id_3") if n not in table.column_names)
+        names = ("id", *(f"id_{k}" for k in range(2, table.num_columns + 2)))
+        free = next(n for n in names if n not in table.column_names)
         table = table.rename_columns([free if n == ID else n for n in table.column_names])
     for i, field in enumerate(table.schema):
         kind = plain(field.type)

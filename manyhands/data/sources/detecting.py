@@ -7,12 +7,15 @@ from typing import Literal
 from manyhands.data.sources import sniffing
 from manyhands.data.sources.fields import Dialect
 from manyhands.data.sources.files import name_of_file, read_head, shown, suffix_of
+from manyhands.data.sources.idx import is_idx, is_named_idx
 from manyhands.data.sources.image_folder import SUFFIXES as IMAGE_SUFFIXES
 from manyhands.data.sources.lines import AccessLog
 from manyhands.data.sources.unpack import is_tfrecord
 from manyhands.errors import DataError
 
-Format = Literal["csv", "jsonl", "log", "text", "parquet", "arrow", "stream", "tfrecord", "images"]
+Format = Literal[
+    "csv", "jsonl", "log", "text", "parquet", "arrow", "stream", "tfrecord", "images", "idx"
+]
 
 FORMATS: dict[str, Format] = {
     "csv": "csv",
@@ -37,6 +40,7 @@ FORMATS: dict[str, Format] = {
     "tfrecords": "tfrecord",
     "tfrec": "tfrecord",
     "images": "images",
+    "idx": "idx",
 }
 """What people write for a format, and suffixes."""
 
@@ -73,6 +77,8 @@ def detect(url: str, forced: Format | None = None) -> Format:
     sure = _by_magic(url, head)
     if sure is not None:
         return sure
+    if is_named_idx(name_of_file(url)):
+        return "idx"
     named = FORMATS.get(suffix.removeprefix("."))
     if named is not None and suffix.removeprefix(".") not in _ONLY_A_HINT:
         return named
@@ -92,7 +98,9 @@ def _by_magic(url: str, head: bytes) -> Format | None:
             f"{shown(url)} is Feather version 1, which has no types for nested data and is no "
             "longer written. Write it again with pyarrow.feather.write_feather."
         )
-    return "tfrecord" if is_tfrecord(head[:12]) else None
+    if is_tfrecord(head[:12]):  # some lengths begin like IDX
+        return "tfrecord"
+    return "idx" if is_idx(head) else None
 
 
 def _arrow_or_stream(url: str) -> Format:

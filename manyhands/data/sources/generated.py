@@ -21,7 +21,7 @@ import xxhash
 from manyhands.data.sources.casting import piece_of
 from manyhands.data.sources.contract import Bad, Chunk, Piece, Types
 from manyhands.data.sources.pythonic import Row, as_row, described, size_of_row, table_of
-from manyhands.errors import DataError
+from manyhands.errors import DataError, DataTaskFailed
 from manyhands.task import user_traceback
 
 NAME = "generator"
@@ -89,7 +89,7 @@ def _given(records: Iterable[object]) -> Iterator[object]:
     except DataError:
         raise
     except Exception as error:
-        raise DataError(
+        raise DataTaskFailed(
             f"the generator failed at record {number + 1:,}.\n{user_traceback(error)}"
         ) from error
 

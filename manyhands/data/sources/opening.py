@@ -30,6 +30,7 @@ from manyhands.data.sources.files import (
     shown,
 )
 from manyhands.data.sources.generated import spool as spooled
+from manyhands.data.sources.idx import Idx
 from manyhands.data.sources.image_folder import Images
 from manyhands.data.sources.jsonlines import JsonLines
 from manyhands.data.sources.lines import AccessLog
@@ -206,7 +207,10 @@ def _left_out(documents: Sequence[str], beside: int) -> tuple[str, ...]:
 
 
 def _stand_together(last: _Files, next_: _Files) -> bool:
-    """Whether a shell made these from a glob: files of one format, in one folder."""
+    """Whether a shell made these from a glob: files of one format, in one folder. IDX files always
+    do: images and labels must find each other, or be told apart."""
+    if last.format == next_.format == "idx":
+        return True
     if not (last.alone and next_.alone and last.format == next_.format):
         return False
     return last.format == "images" or last.root == next_.root
@@ -214,7 +218,8 @@ def _stand_together(last: _Files, next_: _Files) -> bool:
 
 def _joined(last: _Files, next_: _Files) -> _Files:
     urls = (*last.urls, *next_.urls)
-    return replace(last, urls=urls, root=_common_folder(urls))
+    notes = (*last.notes, *next_.notes)
+    return replace(last, urls=urls, root=_common_folder(urls), notes=notes)
 
 
 def _common_folder(urls: Sequence[str]) -> str:
@@ -245,7 +250,7 @@ def _source(files: _Files, options: Options) -> Source:
 
 def _made(
     files: _Files, options: Options
-) -> Delimited | JsonLines | AccessLog | PlainText | Columnar | TFRecords | Images:
+) -> Delimited | JsonLines | AccessLog | PlainText | Columnar | TFRecords | Images | Idx:
     urls, encoding, max_field = files.urls, options.encoding, options.max_field
     match files.format:
         case "csv":
@@ -279,3 +284,5 @@ def _made(
             return TFRecords(urls)
         case "images":
             return Images.of(files.root, urls)
+        case "idx":
+            return Idx.sniff(urls)

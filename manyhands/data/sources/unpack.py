@@ -36,6 +36,13 @@ _MAGIC: dict[Compression, tuple[bytes, ...]] = {
     "xz": (b"\xfd7zXZ\x00",),
 }
 
+_UNPACK: dict[Compression, str] = {
+    "gzip": "gzip -dc FILE > NEW",
+    "zstd": "zstd -dc FILE > NEW",
+    "bz2": "bzip2 -dc FILE > NEW",
+    "xz": "xz -dc FILE > NEW",
+}
+
 HEAD_BYTES = 16
 """How much of a file `by_magic` wants to see."""
 
@@ -95,7 +102,8 @@ class Unpacked(io.RawIOBase):
     """The decompressed bytes of a stored file, from its beginning to its end."""
 
     def __init__(self, file: io.BufferedReader, kind: Compression, name: str) -> None:
-        self._stored, self._kind, self._name = _Stored(file), kind, name
+        self._stored, self._name = _Stored(file), name
+        self._kind: Compression = kind
         self._blocks = _zstd(self._stored) if kind == "zstd" else _members(self._stored, kind)
         self._block = memoryview(b"")
         self._given = 0
@@ -108,6 +116,8 @@ class Unpacked(io.RawIOBase):
             block = self._next()
             if block is None:
                 return 0
+            if not self._given:
+                _refuse_twice(block, self._kind, self._name)
             self._block = memoryview(block)
         size = min(len(buffer), len(self._block))
         buffer[:size] = self._block[:size]
@@ -131,6 +141,15 @@ class Unpacked(io.RawIOBase):
         self._blocks, self._block = iter(()), memoryview(b"")
         self._stored.close()
         super().close()
+
+
+def _refuse_twice(head: bytes, kind: Compression, name: str) -> None:
+    """Content that is compressed again is no data of ours, and nobody meant it to be."""
+    if inside := by_magic(head):
+        raise DataError(
+            f"{name} is compressed twice: its content, from byte 0 on, is {inside} data inside "
+            f"{kind} data. Unpack it once ({_UNPACK[kind]}) and give what comes out."
+        )
 
 
 def _trouble(error: Exception) -> str:
