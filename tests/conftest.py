@@ -2,13 +2,15 @@
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from manyhands.launch.launchers import Launcher, Local, create_segments
+from manyhands.testing.namespaces import NAMED, Network, why_not
 
 # A busy machine is no bug: no test is judged by how long it took.
 settings.register_profile("calm", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -26,10 +28,24 @@ def launcher() -> Iterator[Launcher]:
     local.close()
 
 
+@pytest.fixture
+def network() -> Iterator[Callable[..., Network]]:
+    """Makes networks as `Network` does: `network(hosts=3)`. They end with the test."""
+    if reason := why_not():
+        pytest.skip(reason)
+    with ExitStack() as stack:
+
+        def make(hosts: int = 2, *, with_root: bool = False) -> Network:
+            return stack.enter_context(Network(hosts, with_root=with_root))
+
+        yield make
+
+
 @pytest.fixture(autouse=True)
 def nothing_is_left_behind() -> Iterator[None]:
     threads, environment = set(threading.enumerate()), dict(os.environ)
     shared = set(Path("/dev/shm").iterdir())
+    spaces = set(NAMED.glob(f"manyhands-{os.getpid()}-*"))
     yield
     left = [t for t in threading.enumerate() if t not in threads and t.is_alive() and not t.daemon]
     assert not left, f"threads left behind: {left}"
@@ -37,3 +53,5 @@ def nothing_is_left_behind() -> Iterator[None]:
     changed = {k for k in changed if environment.get(k) != os.environ.get(k)}
     assert not changed, f"environment changed: {changed}"
     assert set(Path("/dev/shm").iterdir()) <= shared, "shared memory left behind"
+    new = set(NAMED.glob(f"manyhands-{os.getpid()}-*")) - spaces
+    assert not new, f"network namespaces left behind: {[path.name for path in new]}"
