@@ -58,8 +58,13 @@ class TrainConfig:
     sync: Literal["allreduce", "alone"] = "allreduce"
     """How workers agree. "alone" is one worker and plain PyTorch: the reference."""
 
-    collective: Literal["auto", "shared", "gloo", "nccl"] = "auto"
-    """How bytes move. Every choice gives the same bits; "auto" says which it took and why."""
+    collective: Literal["auto", "shared", "sockets", "mpi", "gloo", "nccl"] = "auto"
+    """How bytes move. Every choice gives the same bits; "auto" says which it took and why. With
+    "sockets" (and "auto") and "mpi", workers of a host share its memory, and hosts speak over that
+    network; with "gloo" and "nccl" every worker has memory of its own."""
+
+    overlap: bool = True
+    """Between hosts: send gradients while the last micro-batch is still being computed."""
 
     start_from: str | None = None
     """Weights to begin with: another run's folder, or a safetensors file."""
@@ -97,9 +102,9 @@ class TrainConfig:
         if self.device == "cpu" and self.collective == "nccl":
             raise ConfigError(
                 'train.collective = "nccl" needs train.device = "cuda"; on the CPU use "shared", '
-                '"gloo" or "auto".'
+                '"sockets", "gloo" or "auto".'
             )
-        if self.device == "cuda" and self.collective in ("shared", "gloo"):
+        if self.device == "cuda" and self.collective not in ("auto", "nccl"):
             raise ConfigError(
                 f'train.collective = "{self.collective}" works on the CPU; with train.device = '
                 '"cuda" use "nccl" or "auto".'
@@ -179,6 +184,9 @@ class RecoveryConfig:
     silent_s: float = 3.0
     """A worker that sends no heartbeat for so long is killed and replaced."""
 
+    host_s: float = 2.0
+    """A host that does not answer for so long is given up, and stops its workers by itself."""
+
     stuck_s: float = 30.0
     """A worker that lives but gets nothing done for so long (and for 10 times the usual time of a
     micro-batch) is killed and replaced. Not in its first step."""
@@ -191,6 +199,7 @@ class RecoveryConfig:
 
     def __post_init__(self) -> None:
         _at_least("recovery", "silent_s", self.silent_s, 0.5)
+        _at_least("recovery", "host_s", self.host_s, 1.0)
         _at_least("recovery", "stuck_s", self.stuck_s, 0.5)
         _at_least("recovery", "losses", self.losses, 0)
 
@@ -199,6 +208,24 @@ class RecoveryConfig:
 class DataConfig:
     fold: int | None = None
     """Of data that was prepared with folds: which one is held out, from 0."""
+
+    transfer: Literal["auto", "direct", "peer", "replicate"] = "auto"
+    """How the shards of data behind a URL get here: "direct" fetches each when it is needed (as
+    "auto" does), "peer" does so from the host that keeps it, and only that one from the URL,
+    "replicate" fetches all of them before the first step."""
+
+    placement: Literal["hash", "block", "random", "balanced"] = "hash"
+    """With transfer = "peer", which host keeps which shards: "hash" moves few when hosts come and
+    go, "block" gives each consecutive ones, "random" as many to each, "balanced" as many bytes."""
+
+    cache: str | None = None
+    """The folder that keeps fetched shards, for all workers of a host. Left out: manyhands below
+    the user's cache directory ($XDG_CACHE_HOME or ~/.cache). If it is not there it is made, for its
+    owner alone."""
+
+    cache_limit: str | None = None
+    """How much that folder may hold, as in "20GB"; what was used least recently goes. Left out: no
+    limit, and nothing goes."""
 
     def __post_init__(self) -> None:
         _at_least("data", "fold", self.fold, 0)

@@ -1,23 +1,80 @@
 # SPDX-License-Identifier: Apache-2.0
 """The machine, and this process's place in the run. The only reader of the environment."""
 
+import importlib.metadata
 import os
 import resource
 import socket
+import sys
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """One worker's place: `rank` of `num_ranks`. Rank 0 is the leader; it speaks for all."""
+    """One worker's place: `rank` of `num_ranks`. Rank 0 is the leader; it speaks for all.
+
+    Workers that share memory are on one host and have neighbouring ranks; the first of them speaks
+    for the host. Whoever shares memory with nobody counts as a host of its own.
+    """
 
     rank: int
     num_ranks: int
+    hosts: tuple[int, ...] = ()
+    """How many workers each host has, in the order of ranks; left out: all are on one."""
+
+    def __post_init__(self) -> None:
+        if not self.hosts:
+            object.__setattr__(self, "hosts", (self.num_ranks,))
+        assert sum(self.hosts) == self.num_ranks and 0 <= self.rank < self.num_ranks, self
 
     @property
     def leads(self) -> bool:
         return self.rank == 0
+
+    @property
+    def leads_host(self) -> bool:
+        return self.local_rank == 0
+
+    @property
+    def num_hosts(self) -> int:
+        return len(self.hosts)
+
+    @property
+    def host(self) -> int:
+        return next(h for h in range(self.num_hosts) if self.rank in self.ranks_of(h))
+
+    @property
+    def local_rank(self) -> int:
+        return self.rank - self.ranks_of(self.host).start
+
+    @property
+    def local_ranks(self) -> int:
+        return self.hosts[self.host]
+
+    def ranks_of(self, host: int) -> range:
+        first = sum(self.hosts[:host])
+        return range(first, first + self.hosts[host])
+
+    def among_hosts(self) -> "World":
+        """The world in which each host is one."""
+        return World(self.host, self.num_hosts, (1,) * self.num_hosts)
+
+
+def opponents(world: World) -> list[int | None]:
+    """Round by round of a tournament in which everyone meets everyone, each one at a time."""
+    last = world.num_ranks - 1 + world.num_ranks % 2
+    met: list[int | None] = []
+    for turn in range(last):
+        if world.rank == last:
+            other = turn * (last + 1) // 2 % last
+        else:
+            other = (turn - world.rank) % last
+            other = last if other == world.rank else other
+        met.append(other if other < world.num_ranks else None)
+    return met
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +86,11 @@ class Machine:
 
 def machine() -> Machine:
     return Machine(socket.gethostname(), usable_cores(), memory_bytes())
+
+
+def torch_version() -> str:
+    """Of the torch that would be imported, without importing it."""
+    return importlib.metadata.version("torch")
 
 
 def usable_cores() -> int:
@@ -88,3 +150,37 @@ def agent_environment() -> dict[str, str]:
     theirs = os.environ.get("GLIBC_TUNABLES")
     # OMP_NUM_THREADS is left alone: train.threads decides, by torch.set_num_threads.
     return {**os.environ, "GLIBC_TUNABLES": f"{ours}:{theirs}" if theirs else ours}
+
+
+def user_cache() -> Path:
+    """Where this user's programs keep what they can fetch again."""
+    named = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return named if named.is_absolute() else Path.home() / ".cache"
+
+
+def search_path(path: Sequence[str]) -> None:
+    """Find modules as the driver does, where this host has the folders; then as here."""
+    theirs = [entry for entry in path if not entry or os.path.exists(entry)]
+    sys.path[:] = [*theirs, *(entry for entry in sys.path if entry not in theirs)]
+
+
+@contextmanager
+def variables(changes: Mapping[str, str | None], also: Sequence[str] = ()) -> Generator[None]:
+    """Environment variables for the time being; None takes one away.
+
+    Afterwards they are as before, and so are those in `also`, which a library sets by itself.
+    """
+    before = {name: os.environ.get(name) for name in (*changes, *also)}
+    _set(changes)
+    try:
+        yield
+    finally:
+        _set(before)
+
+
+def _set(values: Mapping[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value

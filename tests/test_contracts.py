@@ -28,7 +28,7 @@ from manyhands.testing.contracts import (
     StorageContract,
 )
 from manyhands.train.collective.contract import FACTS, Collective, Sizes
-from manyhands.train.collective.group import Group
+from manyhands.train.collective.group import Group, Slots
 from manyhands.train.collective.shared import Room, Shared
 from manyhands.train.memory import Memory
 from manyhands.world import World
@@ -163,7 +163,7 @@ class TestGroup(CollectiveContract):
             def work(rank: int) -> None:
                 group = Group(
                     World(rank, ranks),
-                    SIZES,
+                    Slots(SIZES, torch.device("cpu")),
                     backend="gloo",
                     rendezvous=tmp_path / "rendezvous",
                     device=torch.device("cpu"),

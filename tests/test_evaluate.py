@@ -42,15 +42,19 @@ def test_scores_are_the_same_on_any_number_of_workers(launcher: Launcher, tmp_pa
     found = [
         mh.train(
             scored(),
-            to=tmp_path / str(n),
-            workers=n,
-            settings=[*SETTINGS, "evaluate.every_steps=4"],
+            to=tmp_path / name,
+            workers=int(name[0]),
+            settings=[
+                *SETTINGS,
+                "evaluate.every_steps=4",
+                f"train.collective={name[1:] or 'auto'}",
+            ],
             quiet=True,
             launcher=launcher,
         ).scores
-        for n in (1, 2, 5)
+        for name in ("1", "2", "5", "2gloo")
     ]
-    assert found[0] == found[1] == found[2]
+    assert all(scores == found[0] for scores in found)
     assert mh.evaluate(tmp_path / "2", scored()) == found[0], "and so does evaluating it later"
     task, model = scored(), ConvNet()
     load_model(model, mh.Report.weights.fget(_report(tmp_path / "1")))  # type: ignore[misc]

@@ -1,6 +1,7 @@
 """A worker dies at any store of a step, and whoever takes its place ends up with the same bits."""
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import count
 
 import pytest
@@ -12,12 +13,14 @@ from manyhands.data.feed import Feed
 from manyhands.data.records import open_data
 from manyhands.deal import Cut
 from manyhands.train import layout
+from manyhands.train.collective.contract import Sizes
 from manyhands.train.collective.shared import Room, Shared
+from manyhands.train.collective.tiers import Tiers
 from manyhands.train.leaf import Leaf
 from manyhands.train.memory import Memory
 from manyhands.train.seeds import seed_everything
 from manyhands.train.state import Replica, build_model
-from manyhands.train.sync.allreduce import AllReduce
+from manyhands.train.sync.allreduce import AllReduce, Meet
 from manyhands.train.sync.contract import Place
 from manyhands.world import World
 from tests.dying import NEVER, Death
@@ -76,16 +79,22 @@ class Hand:
         self.sync = AllReduce(
             self.replica,
             memory,
-            lambda sizes: (
-                lambda world, generation: Shared(
-                    world, Room(memory, sizes), generation, spin=False, patience=Patient()
-                )
-            ),
+            partial(self._meet, memory),
             train,
             heard=lambda: 0,
             moment=lambda name: None,
             auditor=NoAudit(),
         )
+
+    def _meet(self, memory: Memory, sizes: Sizes) -> Meet:
+        room = Room(memory, sizes)
+
+        def meet(place: Place) -> Tiers:
+            patience = Patient()
+            local = Shared(place.world, room, place.generation, spin=False, patience=patience)
+            return Tiers(place.world, local, None, patience=patience)
+
+        return meet
 
     def join(self, generation: int, *, fresh: bool = False) -> None:
         self.sync.regroup(Place(World(0, 1), generation, (1.0,), fresh=0 if fresh else None))

@@ -117,17 +117,24 @@ def combine(evaluation: Evaluation, results: Sequence[BatchResult]) -> dict[str,
 
 def _called(function: Any, pairs: Sequence[tuple[Tensor, Tensor]]) -> Any:
     if _is_metric(function):  # its states cannot be merged: show it the batches in order
-        metric = copy.deepcopy(function)
-        metric.reset()
+        metric = _blank(function)
         for predictions, targets in pairs:
             metric.update(predictions, targets)
         return metric.compute()
     return function(torch.cat([p for p, _ in pairs]), torch.cat([t for _, t in pairs]))
 
 
+def _blank(metric: Metric) -> Any:
+    """One like it that has seen nothing. Left to itself it would ask all members of a torch group
+    for theirs, and wait for them for ever."""
+    blank: Any = copy.deepcopy(metric)
+    blank.reset()
+    blank._to_sync = blank.sync_on_compute = blank.dist_sync_on_step = False
+    return blank
+
+
 def _states(metric: Metric, predictions: Tensor, targets: Tensor) -> dict[str, list[Array]]:
-    fresh = copy.deepcopy(metric)
-    fresh.reset()
+    fresh = _blank(metric)
     fresh.update(predictions, targets)
     found: dict[str, list[Array]] = {}
     for name, value in fresh.metric_state.items():
@@ -137,8 +144,7 @@ def _states(metric: Metric, predictions: Tensor, targets: Tensor) -> dict[str, l
 
 def _merged(metric: Metric, states: Sequence[dict[str, list[Array]]]) -> Any:
     """The metric's value after its states were reduced, first batch first."""
-    merged = copy.deepcopy(metric)
-    merged.reset()
+    merged = _blank(metric)
     reductions: Any = merged._reductions  # pyright: ignore[reportPrivateUsage]
     for name, reduction in reductions.items():
         parts = [[_from_array(a) for a in s[name]] for s in states]

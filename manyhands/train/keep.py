@@ -24,6 +24,10 @@ flat slot ("extras") are small or rare; they are written to the box of the parit
 current, with a stamp at the end.
 
 In private memory (torch groups) nothing survives its worker, so nothing is copied aside.
+
+Where there are several hosts, each keeps all of this. `summed` says of which step the whole sum of
+gradients is in the host's memory, and how many workers of this host shared the update. A host that
+takes over another's state is `void` until it has all of it.
 """
 
 from collections.abc import Mapping
@@ -86,13 +90,15 @@ class Keep:
         self._opened: dict[int, list[Tensor]] = {}
         self._planned: dict[tuple[int, tuple[int, int]], tuple[list[Tensor], list[Tensor]]] = {}
         self._heads = cast(Any, memory.array(MOST_RANKS, 4, dtype=np.int64))
+        self.summed = cast(NDArray[np.int64], memory.array(2, dtype=np.int64))
+        """[step + 1, workers]; [0, 0]: of none."""
         self._boxes = memory.shelf(2, 64 + sum(n * d.itemsize + 64 for d, n in buffers.items()))
         self._buffer_sizes = buffers
         self._boxed: dict[int, tuple[NDArray[np.int64], Lanes]] = {}
         self._notes = memory.shelf(2, _NOTE_BYTES)
         pieces = len(layout.trainable) if extras else 0
         largest = max((p.numel * 8 for p in layout.trainable), default=0)
-        self._extra_bytes = _EXTRA_BYTES + 8 * largest
+        self._has_extras, self._extra_bytes = extras, _EXTRA_BYTES + 8 * largest
         self._extras = memory.shelf(max(1, 2 * pieces), self._extra_bytes)
 
     # ---- updates that are never found half done
@@ -149,12 +155,29 @@ class Keep:
 
     def reset(self, step: int) -> None:
         """Begin at `step`, whatever was here before."""
+        self.void()
         self._heads[:, 0] = _IDLE
+        self.summed[:] = 0
         self.exists.zero_()
         self.done[:] = step
+
+    def take(self, step: int, buffers: Lanes) -> None:
+        """The state after `step` steps has been written here; it counts when a note does."""
+        self._heads[:, 0] = _IDLE
+        self.summed[:] = 0
+        self.done[:] = step
+        self.put_buffers(step, buffers)
+
+    def void(self) -> None:
+        """From here on until there is a new note, nothing that is kept counts."""
         for k in range(2):
-            for shelf in (self._boxes, self._notes):
+            for shelf in (self._notes, self._boxes):
                 cast(Any, shelf.array(k, 1, dtype=np.int64))[0] = -1
+
+    @property
+    def holds(self) -> bool:
+        """Whether there is anything to go on from."""
+        return self.get_note() is not None
 
     def steps(self) -> tuple[int, int]:
         """The fewest and the most steps that a block has been through."""
@@ -211,21 +234,24 @@ class Keep:
 
     # ---- the note: hyper-parameters as they were when a view began
 
-    def put_note(self, generation: int, step: int, note: bytes) -> None:
+    def put_note(self, step: int, note: bytes) -> None:
         if len(note) > _NOTE_BYTES - 64:
             raise OptimizerRefused(f"the schedule's state takes {len(note):,} bytes; too much.")
-        head = cast(NDArray[np.int64], self._notes.array(generation % 2, 3, dtype=np.int64))
+        heads = [cast(Any, self._notes.array(k, 3, dtype=np.int64)) for k in range(2)]
+        numbers = [int(head[0]) for head in heads]
+        k = numbers.index(min(numbers))  # the newest stays until there is another
+        head = heads[k]
         head[0] = -1
-        self._notes.box(generation % 2)[64 : 64 + len(note)] = note
+        self._notes.box(k)[64 : 64 + len(note)] = note
         head[1:] = step, len(note)
-        head[0] = generation
+        head[0] = max(0, *numbers) + 1
 
     def get_note(self) -> tuple[int, bytes] | None:
         """The newest: at which step it was written, and what it says."""
         heads = [(self._notes.array(k, 3, dtype=np.int64), k) for k in range(2)]
         head, k = max(heads, key=lambda h: int(h[0][0]))
-        generation, step, length = (int(n) for n in head)
-        return (step, self._notes.box(k)[64 : 64 + length]) if generation > 0 else None
+        number, step, length = (int(n) for n in head)
+        return (step, self._notes.box(k)[64 : 64 + length]) if number > 0 else None
 
     # ---- extras: optimizer state without a flat slot, per piece and by the parity of the step
 
@@ -266,6 +292,38 @@ class Keep:
             values[key] = tensor
             at += _padded(tensor.nbytes)
         return values
+
+    def pack_extras(self, step: int) -> bytes:
+        """All of them after `step` steps, to be sent to another host."""
+        if not self._has_extras:
+            return b""
+        packed: dict[int, dict[str, Any]] = {}
+        for piece in range(len(self.layout.trainable)):
+            values = self.get_extras(piece, step)
+            packed[piece] = {key: _packed(value) for key, value in values.items()}
+        return msgspec.msgpack.encode(packed)
+
+    def unpack_extras(self, step: int, data: bytes) -> None:
+        if not self._has_extras:
+            return
+        packed = msgspec.msgpack.decode(data, type=dict[int, dict[str, Any]])
+        for piece, values in packed.items():
+            self.put_extras(piece, step, {key: _unpacked(value) for key, value in values.items()})
+
+
+def _packed(value: Value) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return [str(value.dtype).removeprefix("torch."), list(value.shape), raw]
+
+
+def _unpacked(value: Any) -> Value:
+    if not isinstance(value, list):
+        return value
+    dtype, shape, raw = value
+    flat = torch.frombuffer(bytearray(raw), dtype=getattr(torch, dtype)) if raw else torch.empty(0)
+    return flat.view(shape)
 
 
 def _padded(nbytes: int) -> int:

@@ -7,6 +7,7 @@ index. Afterwards the parameters' `.grad` hold this micro-batch's gradient times
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,15 +34,23 @@ class Leaf:
 
 
 def compute(
-    model: Module, micro_batch: MicroBatch, loss: LossFn, *, seed: int, precision: str
+    model: Module,
+    micro_batch: MicroBatch,
+    loss: LossFn,
+    *,
+    seed: int,
+    precision: str,
+    during: AbstractContextManager[None] | None = None,
 ) -> Leaf:
+    """`during` is entered around backward."""
     seed_everything(seed, micro_batch.step, micro_batch.index, "forward")
     device = next((p.device.type for p in model.parameters()), "cpu")
     with torch.autocast(device, dtype=torch.bfloat16, enabled=precision == "bf16"):
         value, weight, numbers = read_loss(loss(model, micro_batch.batch))
     scale = micro_batch.share if weight is None else weight
     # Not value.backward(gradient=scale): checking its shape makes torch import sympy (0.6 s).
-    (value if scale == 1.0 else value * scale).backward()
+    with during or nullcontext():
+        (value if scale == 1.0 else value * scale).backward()
     return Leaf(value.item(), weight, numbers)
 
 

@@ -13,9 +13,7 @@ import sys
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -167,7 +165,7 @@ class SharedOut:
                 ours.update({k: v for k, v in theirs.items() if k != "params"})
         self._bare_step(work.doing)
         self._settle(work)
-        if self.cut != "blocks" and self.keep.journals:
+        if self.cut != "blocks":
             for span, tensor in zip(work.unit.spans, work.tensors, strict=True):
                 self.keep.put_extras(span.index, step + 1, self._plain_state(work, tensor))
         self.keep.close(self.rank, work.unit, step)
@@ -282,42 +280,6 @@ class SharedOut:
         for work in self.works:
             for span, tensor in zip(work.unit.spans, work.tensors, strict=True):
                 self.keep.put_extras(span.index, step, self._plain_state(work, tensor))
-
-    def pack(self) -> bytes:
-        """State that has no flat slot, for a worker with memory of its own."""
-        if self.cut == "blocks":
-            return b""
-        packed: dict[int, dict[str, Any]] = {}
-        for work in self.works:
-            for span, tensor in zip(work.unit.spans, work.tensors, strict=True):
-                values = self._plain_state(work, tensor)
-                packed[span.index] = {key: _packed(value) for key, value in values.items()}
-        return msgspec.msgpack.encode(packed)
-
-    def unpack(self, data: bytes) -> None:
-        if self.cut == "blocks":
-            return
-        packed = msgspec.msgpack.decode(data, type=dict[int, dict[str, Any]])
-        for work in self.works:
-            for span, tensor in zip(work.unit.spans, work.tensors, strict=True):
-                values = packed.get(span.index, {})
-                if values:
-                    work.doing.state[tensor] = {k: _unpacked(v) for k, v in values.items()}
-
-
-def _packed(value: Value) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    return [str(value.dtype).removeprefix("torch."), list(value.shape), raw]
-
-
-def _unpacked(value: Any) -> Value:
-    if not isinstance(value, list):
-        return value
-    dtype, shape, raw = value
-    flat = torch.frombuffer(bytearray(raw), dtype=getattr(torch, dtype)) if raw else torch.empty(0)
-    return flat.view(shape)
 
 
 @contextmanager

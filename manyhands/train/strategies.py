@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """From task and config to live objects: a replica, on which device, which Sync, over what."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -9,16 +11,20 @@ import torch
 from manyhands.config import TrainConfig
 from manyhands.errors import ConfigError, TaskError
 from manyhands.task import Task
-from manyhands.train.collective.contract import Collective, Patience, Sizes
-from manyhands.train.collective.group import Group
+from manyhands.train.collective import mpi
+from manyhands.train.collective.contract import Collective, Lanes, Patience, Sizes
+from manyhands.train.collective.group import Group, Slots
+from manyhands.train.collective.mpi import Mpi
 from manyhands.train.collective.shared import Room, Shared
+from manyhands.train.collective.sockets import Door, Links
+from manyhands.train.collective.tiers import Tiers
 from manyhands.train.memory import Memory
 from manyhands.train.seeds import seed_everything
 from manyhands.train.state import Replica, build_model
 from manyhands.train.sync.allreduce import AllReduce, Meet
 from manyhands.train.sync.alone import Alone
-from manyhands.train.sync.contract import Auditor, Moment, Sync
-from manyhands.world import World, usable_cores
+from manyhands.train.sync.contract import Auditor, Moment, Place, Sync
+from manyhands.world import usable_cores
 
 
 def choose_device(train: TrainConfig, rank: int) -> torch.device:
@@ -45,41 +51,88 @@ def replica(task: Task, train: TrainConfig, memory: Memory, device: torch.device
     return Replica(model, optimizer, schedule, memory, device)
 
 
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """How this worker is reached by those of other hosts, and how they know each other."""
+
+    door: Door
+    secret: bytes
+    rendezvous: Path
+    measured: Callable[[list[tuple[int, float, float]]], None]
+    """Told what was measured between this host and the others, when that was wanted."""
+
+
 def collective(
     kind: str,
     train: TrainConfig,
     memory: Memory,
     *,
     device: torch.device,
-    rendezvous: Path,
+    reach: Reach,
     patience: Patience,
 ) -> Callable[[Sizes], Meet]:
     """`kind` as the plan chose it: first told what to make room for, then who meets."""
 
-    def shared(sizes: Sizes) -> Meet:
+    def prepare(sizes: Sizes) -> Meet:
         room = Room(memory, sizes)
+        slots = None if device.type == "cpu" else Slots(sizes, device)
 
-        def meet(world: World, generation: int) -> Collective:
+        def meet(place: Place) -> Tiers:
+            world = place.world
             # Spinning is for workers that have a core to themselves.
-            spin = world.num_ranks * train.threads <= usable_cores()
-            return Shared(world, room, generation, spin=spin, patience=patience)
+            spin = world.local_ranks * train.threads <= usable_cores()
+            local = Shared(world, room, place.generation, spin=spin, patience=patience)
+            between = partial(_between, kind, place, slots or local.slots, device, reach)
+            return Tiers(world, local, between, patience=patience, slots=slots)
 
         return meet
 
-    def group(sizes: Sizes) -> Meet:
-        def meet(world: World, generation: int) -> Collective:
+    return prepare
+
+
+def _between(
+    kind: str,
+    place: Place,
+    slots: Sequence[Lanes],
+    device: torch.device,
+    reach: Reach,
+    patience: Patience,
+) -> Collective:
+    """What hosts speak over."""
+    hosts, generation = place.world.among_hosts(), place.generation
+    match kind:
+        case "gloo" | "nccl":
+            path = reach.rendezvous.with_name(f"{reach.rendezvous.name}-{generation}")
             return Group(
-                world,
-                sizes,
+                hosts,
+                slots,
                 backend=kind,
-                rendezvous=rendezvous.with_name(f"{rendezvous.name}-{generation}"),
+                rendezvous=path,
+                address=reach.door.address.rpartition(":")[0].strip("[]"),
                 device=device,
                 patience=patience,
             )
+        case "mpi":
+            return Mpi(hosts, slots, patience=patience, generation=generation)
+        case _:
+            links = Links(
+                hosts,
+                slots,
+                door=reach.door,
+                addresses=place.addresses,
+                generation=generation,
+                secret=reach.secret,
+                patience=patience,
+            )
+            if place.measure:  # here it is the first thing that happens between hosts
+                reach.measured(links.measure())
+            return links
 
-        return meet
 
-    return shared if kind == "shared" else group
+def leave(kind: str) -> None:
+    """Before a worker ends that has done all its work."""
+    if kind == "mpi":
+        mpi.finish()
 
 
 def strategy(

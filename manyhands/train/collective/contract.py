@@ -10,6 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+PRIVATE = ("gloo", "nccl", "none")
+"""Ways in which no worker shares memory with another."""
+
 Lanes = dict[torch.dtype, Tensor]
 """A flat vector: one tensor per dtype."""
 

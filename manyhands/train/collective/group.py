@@ -4,7 +4,7 @@
 Every worker holds the whole state, so any of them can bring a newcomer up to date. Subtree sums
 travel point to point (each worker sends every other the stretch that one finishes), and so do the
 finished gradients: as many bytes as a ring allreduce moves. Gloo neither authenticates nor
-encrypts; here it listens on loopback.
+encrypts; it listens at `address`. Members meet through a file, so all must see the run's folder.
 
 NCCL takes the same path with device tensors. It is written and has not been tried.
 """
@@ -43,15 +43,17 @@ class Group:
     def __init__(
         self,
         world: World,
-        sizes: Sizes,
+        slots: Sequence[Lanes],
         *,
         backend: str,
         rendezvous: Path,
+        address: str = "127.0.0.1",
         device: torch.device,
         patience: Patience,
         timeout_s: float = 1800,
     ) -> None:
         self.world, self.device, self.patience = world, device, patience
+        self.slots = slots
         if dist.is_initialized():  # of the view before this one
             dist.destroy_process_group()
         store = torch_distributed.FileStore(str(rendezvous), world.num_ranks)
@@ -59,7 +61,7 @@ class Group:
         if backend == "gloo":
             gloo = torch_distributed.ProcessGroupGloo
             options = gloo._Options()
-            options._devices = [gloo.create_device(hostname="127.0.0.1")]
+            options._devices = [gloo.create_device(hostname=address)]
             options._timeout = timedelta(seconds=MEET_S)
         with self.patience, _broken_by_peers():
             dist.init_process_group(
@@ -72,7 +74,6 @@ class Group:
             )
         # Meeting is quick or never; from here on, steps may take their time.
         torch_distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s))
-        self.slots: Sequence[Lanes] = _Slots(sizes, device)
         self._received: dict[tuple[int, int, torch.dtype], Tensor] = {}
 
     def gather(
@@ -138,8 +139,9 @@ class Group:
                 work.wait()
 
 
-class _Slots(Sequence[Lanes]):
-    """Partial sums, made when they are first used: most workers need one or two."""
+class Slots(Sequence[Lanes]):
+    """Partial sums in memory of a device's own, made when they are first used: most workers need
+    one or two."""
 
     def __init__(self, sizes: Sizes, device: torch.device) -> None:
         self.sizes, self.device = sizes, device

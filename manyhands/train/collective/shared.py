@@ -7,7 +7,9 @@ One copy of the weights serves all workers, so `share` is only a meeting. A step
 What is written here outlives whoever wrote it. A `Room` is the part that does not change when the
 members do; a `Shared` is one view's use of it, with sequence words that no other view has touched.
 What was gathered stays, with a stamp, until the same kind has been gathered twice more: whoever
-finishes a step that others began reads it again (`Room.recall`).
+finishes a step that others began reads it again (`Room.recall`). Rows are by rank in the whole
+view, so that those of other hosts have a place among them (tiers.py); words and slots are of this
+host's workers alone.
 """
 
 from collections.abc import Sequence
@@ -42,7 +44,7 @@ class Room:
 
     def __init__(self, memory: Memory, sizes: Sizes) -> None:
         self.sizes = sizes
-        self.words = memory.shelf(MOST_VIEWS, MOST_RANKS * STRIDE * 4)
+        self.words = memory.shelf(MOST_VIEWS, 2 * MOST_RANKS * STRIDE * 4)
         self.row_bytes = 8 * _STAMP + -(-sizes.message_bytes // 8) * 8
         self.tables = memory.shelf(2 * (OUTCOMES + 1), MOST_RANKS * self.row_bytes)
         self._lanes = {
@@ -91,15 +93,11 @@ class Shared:
     ) -> None:
         assert world.num_ranks <= MOST_RANKS
         self.world, self.room, self.generation = world, room, generation
-        words = room.words.array(generation, MOST_RANKS * STRIDE, dtype=np.uint32)
-        self.words = Words(
-            cast(NDArray[np.uint32], words),
-            world.rank,
-            world.num_ranks,
-            spin=spin,
-            patience=patience,
-        )
-        self.slots: Sequence[Lanes] = room.slots(world.rank)
+        both = room.words.array(generation, 2, MOST_RANKS * STRIDE, dtype=np.uint32)
+        words, self._readiness = cast(NDArray[np.uint32], both)
+        me, here = world.local_rank, world.local_ranks
+        self.words = Words(words, me, here, spin=spin, patience=patience)
+        self.slots: Sequence[Lanes] = room.slots(me)
         self._turns = [0] * (OUTCOMES + 1)
         self._tables = {
             (kind, turn): room.table(kind, turn)
@@ -107,19 +105,37 @@ class Shared:
             for turn in range(2)
         }
 
+    def readiness(self, patience: Patience) -> Words:
+        """A second row of words: how far each worker is within a step."""
+        me, here = self.world.local_rank, self.world.local_ranks
+        return Words(self._readiness, me, here, spin=False, patience=patience, watched=True)
+
     def gather(
         self, mine: Bytes, kind: int = FACTS, stamp: int = 0, meanwhile: Meanwhile = nothing
     ) -> list[Bytes]:
+        """Of this host's workers."""
         # Two tables in turn: a worker can be one meeting ahead of those still reading, not two.
         self._turns[kind] ^= 1
-        stamps, messages = self._tables[kind, self._turns[kind]]
-        rank = self.world.rank
-        messages[rank, : len(mine)] = mine
-        stamps[rank] = self.generation, stamp, len(mine)
+        self.put(self.world.rank, mine, kind, stamp)
         self.words.arrive()
         meanwhile()
         self.words.wait()
-        return [messages[rank, : len(mine)] for rank in range(self.world.num_ranks)]
+        return self.rows(self.world.ranks_of(self.world.host), kind, len(mine))
+
+    def put(self, rank: int, message: Bytes, kind: int, stamp: int) -> None:
+        """Write down what the worker of this rank has to say."""
+        stamps, messages = self._tables[kind, self._turns[kind]]
+        messages[rank, : len(message)] = message
+        stamps[rank] = self.generation, stamp, len(message)
+
+    def rows(self, ranks: range, kind: int, length: int) -> list[Bytes]:
+        """What was written down last."""
+        _, messages = self._tables[kind, self._turns[kind]]
+        return [messages[rank, :length] for rank in ranks]
+
+    def meet(self) -> None:
+        self.words.arrive()
+        self.words.wait()
 
     def exchange(self, counts: Sequence[int], owned: Sequence[Bounds]) -> list[list[Lanes]]:
         mine = owned[self.world.rank]
@@ -129,7 +145,7 @@ class Shared:
         ]
 
     def share(self, lanes: Lanes, owned: Sequence[Bounds]) -> None:
-        self._meet()
+        self.meet()
 
     def recall(self, kind: int, stamp: int) -> list[Bytes]:
         return self.room.recall(kind, stamp)
@@ -139,7 +155,3 @@ class Shared:
 
     def close(self) -> None:
         """The memory stays, for whoever comes next."""
-
-    def _meet(self) -> None:
-        self.words.arrive()
-        self.words.wait()

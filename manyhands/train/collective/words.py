@@ -45,13 +45,16 @@ class Words:
         *,
         spin: bool,
         patience: Patience,
+        watched: bool = False,
     ) -> None:
+        """`watched`: another thread of this worker waits for its own word."""
         if platform.machine() not in _SYSCALL:
             raise RequestError(
                 f"shared memory between workers is not built for {platform.machine()}. "
                 "Use --set train.collective=gloo."
             )
         self.words, self.rank, self.patience = words[::STRIDE], rank, patience
+        self.watched = watched
         self.base = words.ctypes.data
         self.sequence = int(self.words[rank])
         self.spin_s = SPIN_S if spin else 0.0
@@ -63,22 +66,33 @@ class Words:
         """Everything this worker wrote before is visible to whoever sees the word grow."""
         self.sequence += 1
         self.words[self.rank] = self.sequence
-        if self.others:
+        if self.others or self.watched:
             self._futex(self._number, self._address(self.rank), _FUTEX_WAKE, 2**31 - 1, None)
+
+    def reach(self, number: int) -> None:
+        """Arrive several times at once: this worker's word grows to `number`."""
+        self.sequence = number - 1
+        self.arrive()
 
     def wait(self) -> None:
         """Until every worker has arrived as often as this one."""
         for rank in self.others:
             if self.words[rank] < self.sequence:
-                self._wait_for(rank)
+                self._wait_for(rank, self.sequence)
 
-    def _wait_for(self, rank: int) -> None:
+    def wait_until(self, number: int) -> None:
+        """Until every word, this worker's own too, has grown to `number`."""
+        for rank in (self.rank, *self.others):
+            if self.words[rank] < number:
+                self._wait_for(rank, number)
+
+    def _wait_for(self, rank: int, number: int) -> None:
         started = time.perf_counter()
         while time.perf_counter() - started < self.spin_s:
-            if self.words[rank] >= self.sequence:
+            if self.words[rank] >= number:
                 return
         with self.patience:
-            while (seen := int(self.words[rank])) < self.sequence:
+            while (seen := int(self.words[rank])) < number:
                 if self.patience.broken():
                     raise Broken(f"waiting for rank {rank} was broken off")
                 self._sleep_on(rank, seen)

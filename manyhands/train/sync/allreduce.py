@@ -12,13 +12,14 @@ A step, on worker r with its range of micro-batches:
     update        unit by unit: finish the tree, then r's part of the optimizer, under an undo log
     share         a meeting: everyone has the new weights
 
-Where every worker has memory of its own, `share` sends the finished gradient instead, and every
-worker updates all of the weights: the whole state is then with each of them.
+With several hosts the sum is finished between them before the gather is (reducing.py), and each
+host takes the step on its own: the whole state is with each of them.
 
 What becomes of a step in which somebody dies is told in regrouping.py.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from functools import partial
 
 import numpy as np
@@ -27,26 +28,27 @@ from numpy.typing import NDArray
 
 from manyhands.config import TrainConfig
 from manyhands.deal import Cut, MicroBatch, deal, subtrees
-from manyhands.train.collective.contract import FACTS, NORMS, OUTCOMES, Bytes, Collective, Sizes
+from manyhands.train.collective.contract import FACTS, NORMS, OUTCOMES, Bytes, Sizes
+from manyhands.train.collective.tiers import Tiers
 from manyhands.train.keep import Keep
 from manyhands.train.kinds import NOTHING_KEPT, how_to_cut, what_it_keeps
 from manyhands.train.layout import blocks, bounds, share_out, units
-from manyhands.train.leaf import LossFn, compute, digest
+from manyhands.train.leaf import Leaf, LossFn, compute, digest
 from manyhands.train.memory import Memory
 from manyhands.train.optim import SharedOut
 from manyhands.train.state import Replica
-from manyhands.train.sync.canonical import most_parts
+from manyhands.train.sync.canonical import TreeSum, most_parts
 from manyhands.train.sync.contract import Auditor, Moment, Place, StepFacts
 from manyhands.train.sync.facts import Form, Tally
 from manyhands.train.sync.finishing import Parts, parts_of
 from manyhands.train.sync.outcomes import Outcomes
+from manyhands.train.sync.reducing import Reducing
 from manyhands.train.sync.regrouping import Regrouping
 from manyhands.train.sync.summing import Summing
 from manyhands.train.sync.updating import Updating
-from manyhands.world import World
 
-Meet = Callable[[World, int], Collective]
-"""A collective for the members of a view, given this worker's place and the generation."""
+Meet = Callable[[Place], Tiers]
+"""How the members of a view reach each other, given this worker's place in it."""
 
 
 class AllReduce:
@@ -70,7 +72,6 @@ class AllReduce:
         layout = replica.layout
         self.cut, _ = how_to_cut(replica.optimizer)
         kept = what_it_keeps(replica.optimizer, layout) if self.cut == "blocks" else NOTHING_KEPT
-        self.shared = memory.shared
         self.keep = Keep(
             layout,
             replica.weights,
@@ -111,21 +112,32 @@ class AllReduce:
         )
         self._trainable = [replica.parameters[p.name] for p in layout.trainable]
         self._step: Tally | None = None
+        self._tiers: Tiers | None = None
+        self.overlap = train.overlap
+        self.reducing: Reducing | None = None
 
     # ---- a place in a view
 
+    @property
+    def holds(self) -> bool:
+        return self.keep.holds
+
     def regroup(self, place: Place) -> None:
         self.place, self.world, self.speeds = place, place.world, place.speeds
-        self.collective = self._meet(place.world, place.generation)
+        self.close()
+        self._tiers = self.tiers = self._meet(place)
         layout = self.replica.layout
-        self.summing = Summing(layout.trainable, self._trainable, self.collective.slots)
+        self.summing = Summing(layout.trainable, self._trainable, self.tiers.slots)
         self._step = None
-        self.spans = share_out(layout, self.world.num_ranks, cut=self.cut)
+        # The workers of a host share out what is in its memory, and that is everything.
+        self.rank = self.world.local_rank
+        self.spans = share_out(layout, self.world.local_ranks, cut=self.cut)
         self.bounds = [bounds(spans) for spans in self.spans]
         self.blocks = [blocks(spans) for spans in self.spans]
-        # In shared memory a worker updates its stretch, elsewhere everything.
-        mine = self.spans[self.world.rank] if self.shared else share_out(layout, 1, cut=self.cut)[0]
-        self.regrouping.regroup(place, self.collective, units(layout, mine, cut=self.cut))
+        many = self.tiers.many
+        self.reducing = Reducing(layout, self.tiers, self.updating.sums) if many else None
+        mine = units(layout, self.spans[self.rank], cut=self.cut)
+        self.regrouping.regroup(place, self.tiers, mine)
 
     def note(self) -> None:
         self.regrouping.note(self.place)
@@ -137,32 +149,60 @@ class AllReduce:
 
     def backward(self, cut: Cut, micro_batches: Iterable[MicroBatch], loss: LossFn) -> StepFacts:
         mine = self.indices(cut)
+        ranges = deal(len(cut.sizes), self.speeds)
         audited = self.auditor.index(cut) if self.world.num_ranks > 1 else None
-        most = max(len(r) for r in deal(len(cut.sizes), self.speeds))
-        sheet = self.form.sheet(most)
+        sheet = self.form.sheet(max(len(r) for r in ranges))
         self.outcomes.begin()
         tree = self.summing.tree(len(cut.sizes))
+        if self.reducing is not None:
+            self.reducing.begin(ranges, len(cut.sizes), partial(self._summed, cut.step))
         for row, micro_batch in zip(sheet.rows[: len(mine)], micro_batches, strict=True):
+            last = micro_batch.index == mine[-1] and self.reducing is not None
             self.replica.buffers.begin(alone=len(cut.sizes) == 1)
-            leaf = compute(
-                self.replica.model, micro_batch, loss, seed=self.seed, precision=self.precision
-            )
+            leaf = self._leaf(tree, micro_batch, loss, streamed=last)
             self.moment("leaf")
             if micro_batch.index == audited:
                 sheet.digest = digest(self._trainable, leaf)
             sheet.fill(row, micro_batch, leaf, self._trainable)
             self.outcomes.note(row)
-            self.summing.collect(tree, micro_batch.index)
+            if last and self.reducing is not None:
+                self.summing.collect_rest(tree, micro_batch.index, self.reducing.finished)
+            else:
+                self.summing.collect(tree, micro_batch.index)
         if audited is not None and self._is_witness(cut, audited):
             sheet.digest = self.testify(cut, audited)
         self.moment("gather")
+        if self.reducing is not None:
+            self.reducing.everything()
         message = sheet.signed(self.heard(), mine, self.clip_norm)
         # The first unit is copied aside while the others are waited for.
         prepare = partial(self.optimizer.prepare, cut.step)
-        everyone = self.collective.gather(message, FACTS, cut.step, prepare)
+        everyone = self.tiers.gather(message, FACTS, cut.step, prepare)
         self._step = self.form.read(cut.step, everyone)
         self.facts = self.form.learn(cut, self._step, everyone, audited)
         return self.facts
+
+    def _leaf(
+        self, tree: TreeSum[int], micro_batch: MicroBatch, loss: LossFn, *, streamed: bool
+    ) -> Leaf:
+        """Compute a micro-batch; the last one's gradients are passed on as they come."""
+        during = nullcontext()
+        if streamed and self.reducing is not None:
+            during = self.summing.streamed(
+                tree, micro_batch.index, self.reducing.finished, at_once=self.overlap
+            )
+        return compute(
+            self.replica.model,
+            micro_batch,
+            loss,
+            seed=self.seed,
+            precision=self.precision,
+            during=during,
+        )
+
+    def _summed(self, step: int) -> None:
+        """The whole sum of a step is in this host's memory."""
+        self.keep.summed[:] = step + 1, self.world.local_ranks
 
     def _is_witness(self, cut: Cut, index: int) -> bool:
         """The worker after the one that this micro-batch is dealt to computes it too."""
@@ -186,63 +226,62 @@ class AllReduce:
         step, self._step = self._step, None
         with torch.no_grad():
             outcomes = self._gather_outcomes(step)
-            if self.shared:
-                self._step_shared(step, outcomes)
+            self.outcomes.commit(step, outcomes)
+            self.moment("update")
+            if self.reducing is None:
+                self._update(step)
             else:
-                self._step_private(step, outcomes)
+                self._update_summed(step)
+            if self.world.leads_host:
+                self.keep.put_buffers(step.step + 1, self.replica.buffers.committed)
+            self.moment("share")
+            self.tiers.meet()
 
-    def _step_shared(self, step: Tally, outcomes: Sequence[Bytes]) -> None:
-        self.outcomes.commit(step, outcomes)
-        self.moment("update")
-        parts, mine = self._exchange(step), self.bounds[self.world.rank]
+    def _update(self, step: Tally) -> None:
+        """With everybody's partial sums, which are all on this host."""
+        parts = self._exchange(step)
         factor = self._clip_factor(step, parts) if step.clip_norm is not None else 1.0
-        self.updating.update(step, parts, mine, factor)
-        if self.world.leads:
-            self.keep.put_buffers(step.step + 1, self.replica.buffers.committed)
-        self.moment("share")
-        self.collective.share(self.replica.weights, self.bounds)
+        self.updating.update(step, parts, self.bounds[self.rank], factor)
 
-    def _step_private(self, step: Tally, outcomes: Sequence[Bytes]) -> None:
-        """All get the finished gradient, and each updates everything: none is ever half-way."""
-        parts, mine = self._exchange(step), self.bounds[self.world.rank]
-        sums = self.updating.sums
-        if step.clip_norm is None:
-            self.updating.finish_into_sums(step, parts, mine, self.spans[self.world.rank])
-        elif (factor := self._clip_factor(step, parts)) < 1.0:
-            for dtype, (a, b) in mine.items():
-                sums[dtype][a:b].mul_(factor)
-        self.moment("share")
-        self.collective.share(sums, self.bounds)
-        self.outcomes.commit(step, outcomes)
-        self.moment("update")
-        self.updating.update_from_sums(step)
+    def _update_summed(self, step: Tally) -> None:
+        """With the sum over all hosts."""
+
+        def norms() -> NDArray[np.float64]:
+            mine = self.updating.summed_norms(step, self.blocks[self.rank])
+            return self._gather_norms(step, mine)
+
+        self.updating.update_summed(step, self.updating.clip_factor(step, norms))
 
     def _gather_outcomes(self, step: Tally) -> list[Bytes]:
         """Everyone's outcomes of the buffers that are merged by value, if any changed."""
-        if step.leaves == self.world.num_ranks == 1 and not self.shared:
-            return []  # shared: whoever mends must find them
+        if step.leaves == self.world.num_ranks == 1 and not self.keep.journals:
+            return []  # in memory that outlives us: whoever mends must find them
         message = self.outcomes.message(step, self.world.rank)
-        return [] if message is None else self.collective.gather(message, OUTCOMES, step.step)
+        return [] if message is None else self.tiers.gather(message, OUTCOMES, step.step)
 
     def _exchange(self, step: Tally) -> Parts:
         """This worker's stretch of everybody's partial sums."""
         counts = [len(subtrees(r, step.leaves)) for r in step.ranges]
-        return parts_of(self.collective.exchange(counts, self.bounds), step)
+        return parts_of(self.tiers.exchange(counts, self.bounds), step)
 
     def _clip_factor(self, step: Tally, parts: Parts) -> float:
         """What the gradient is multiplied with. This worker's stretch of it is left in the sums."""
-        rank = self.world.rank
+        rank = self.rank
         self.updating.finish_into_sums(step, parts, self.bounds[rank], self.spans[rank])
-        return self.updating.clip_factor(step, partial(self._gather_norms, step))
+        return self.updating.clip_factor(
+            step, lambda: self._gather_norms(step, self.updating.norms(self.blocks[rank]))
+        )
 
-    def _gather_norms(self, step: Tally) -> NDArray[np.float64]:
-        """Of all blocks, each from the worker that owns it."""
-        counts, mine = [len(b) for b in self.blocks], self.blocks[self.world.rank]
+    def _gather_norms(self, step: Tally, mine: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Of all blocks, each from the worker of this host that owns it."""
+        counts = [len(b) for b in self.blocks]
         norms = np.zeros(max(counts))
-        norms[: len(mine)] = self.updating.norms(mine)
-        everyone = self.collective.gather(norms.view(np.uint8), NORMS, step.step)
+        norms[: len(mine)] = mine
+        everyone = self.tiers.gather_here(norms.view(np.uint8), NORMS, step.step)
         rows = [m.view(np.float64)[:n] for m, n in zip(everyone, counts, strict=True)]
         return np.concatenate(rows)
 
     def close(self) -> None:
-        self.collective.close()
+        if self._tiers is not None:
+            self._tiers.close()
+            self._tiers = None

@@ -56,8 +56,10 @@ class Alone:
         self._rows: list[Row] = []
         self._outcomes: list[dict[str, Tensor]] = []
         self._shares: list[float] = []
+        self.holds = False
 
     def regroup(self, place: Place) -> None:
+        self.holds = True
         if place.fresh is None:  # nobody died: it is the same worker, between two steps
             return
         self.replica.publish()

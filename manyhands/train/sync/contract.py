@@ -37,6 +37,10 @@ class Place:
     world: World
     generation: int
     speeds: tuple[float, ...]
+    addresses: tuple[str, ...] = ()
+    """Where each host is reached by the others."""
+    measure: bool = False
+    """Measure the network between hosts first."""
     fresh: int | None = None
     """Begin after this many steps, with what the replica holds; None: go on where others were."""
     entries: Callable[[], Iterable[Entry]] | None = None
@@ -74,6 +78,11 @@ class Sync(Protocol):
     clip_norm: float | None
     facts: StepFacts | None
     """Of the last step whose gradients were in place."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether there is state in memory to go on from, whoever put it there."""
+        ...
 
     def regroup(self, place: Place) -> None:
         """Take a new place. On return all have the same weights, and `replica.step` says after how

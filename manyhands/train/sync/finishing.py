@@ -63,10 +63,14 @@ class Finisher:
         total = finish(views, tally.leaves, add)
         if not tally.weighted:
             return total
-        out = self.room(0, total) if id(total) in theirs else total
-        for dtype, lane in total.items():
-            torch.div(lane, tally.total, out=out[dtype])
-        return out
+        return self.divided(total, tally.total)
+
+    def divided(self, gradient: Lanes, total: float) -> Lanes:
+        """By the sum of all weights, in memory that may be written to."""
+        room = self.room(0, gradient)
+        for dtype, lane in gradient.items():
+            torch.div(lane, total, out=room[dtype])
+        return room
 
     def scaled(self, gradient: Lanes, factor: float) -> Lanes:
         """Times `factor`, in memory that may be written to."""

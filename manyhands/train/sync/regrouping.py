@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the members of a new view come to one state: afresh, as it was kept, or from one who has it.
 
-**When workers die** (shared memory). Until the gather is complete nothing has been changed, and the
-step is computed again. After it, everything the step needs is in memory that outlives its workers:
-facts, partial sums, undo logs. So the leader mends: units that were being updated are put back,
-units that are behind are brought forward, and the step counts as taken by the view that computed
-its gradients. Nothing is computed twice.
+**When workers die.** Until the gather is complete nothing has been changed, and the step is
+computed again. After it, everything the step needs is in memory that outlives its workers: facts,
+partial sums (or, with several hosts, the whole sum), undo logs. So the first worker of the host
+mends: units that were being updated are put back, units that are behind are brought forward, and
+the step counts as taken by the view that computed its gradients. Nothing is computed twice.
 
-Where every worker has memory of its own, each holds the whole state of the last step that it took,
-and those who are behind copy it from one who is not.
+**When hosts die**, the others each hold the whole state, after the same step or (when somebody
+died while a step was shared) after two neighbouring ones. Those who are behind, or new, take
+everything from one who is not. A host that is taking over is void until it has all of it.
 
 Groups and schedule are each worker's own. Whoever is new reads a note of how they were once, and
 takes the schedule's steps since then.
@@ -16,11 +17,15 @@ takes the schedule's steps since then.
 
 import json
 from collections.abc import Sequence
+from functools import partial
 
+import msgspec
 import numpy as np
 import torch
 
-from manyhands.train.collective.contract import FACTS, OUTCOMES, Bounds, Collective
+from manyhands.errors import Broken
+from manyhands.train.collective.contract import FACTS, OUTCOMES, Bounds
+from manyhands.train.collective.tiers import Tiers
 from manyhands.train.groups import groups_to_json, restore, schedule_to_json
 from manyhands.train.keep import Keep
 from manyhands.train.layout import Unit, blocks, share_out, units
@@ -31,7 +36,6 @@ from manyhands.train.sync.facts import Form, Tally
 from manyhands.train.sync.finishing import parts_of
 from manyhands.train.sync.outcomes import Outcomes
 from manyhands.train.sync.updating import Updating
-from manyhands.world import World
 
 
 class Regrouping:
@@ -49,46 +53,48 @@ class Regrouping:
         self._current = False
         """Whether groups and schedule here are those of `replica.step`."""
 
-    def regroup(self, place: Place, collective: Collective, mine: Sequence[Unit]) -> None:
+    def regroup(self, place: Place, tiers: Tiers, mine: Sequence[Unit]) -> None:
         """`mine` are the units that this worker updates from now on."""
         world = place.world
-        if place.fresh is not None:
-            self._begin(place, place.fresh, collective, mine)
-        elif self.keep.journals:
-            if world.leads:
-                self._mend(collective, world.rank)
-            self._wait_for_all(collective, world)
-            self._go_on(world.rank, mine)
-        else:
-            self._copy_from_newest(collective, world, mine)
+        begins = place.fresh is not None and world.host == 0
+        if begins:
+            self._begin(place, tiers, mine)
+        elif place.fresh is not None:
+            self._current = False
+        elif world.leads_host and self.keep.holds:
+            self._mend(tiers, world.local_rank)
+        if tiers.between is not None:
+            tiers.carry(lambda: self._level(place, tiers))
+        elif place.fresh is None and not tiers.many and not self.keep.holds:
+            raise Broken("nobody holds the state any more")
+        tiers.meet()
+        if not begins:
+            self._go_on(world.local_rank, mine)
         self.note(place)
 
     def note(self, place: Place) -> None:
         """Groups and schedule as they are now, between steps: whoever joins later must know."""
-        if place.world.leads and self.keep.journals:
-            self.keep.put_note(place.generation, self.replica.step, self._note())
+        if place.world.leads_host:
+            self.keep.put_note(self.replica.step, self._note())
 
-    def _wait_for_all(self, collective: Collective, world: World) -> None:
-        nothing: Bounds = dict.fromkeys(self.replica.weights, (0, 0))
-        collective.share(self.replica.weights, [nothing] * world.num_ranks)
-
-    def _begin(self, place: Place, step: int, collective: Collective, mine: Sequence[Unit]) -> None:
-        """With what the replicas hold; the leader's model is what all start from."""
-        replica, world = self.replica, place.world
-        if world.leads or not self.keep.journals:
+    def _begin(self, place: Place, tiers: Tiers, mine: Sequence[Unit]) -> None:
+        """On the first host, with what the replicas hold; the leader's model is what all start
+        from."""
+        assert place.fresh is not None
+        replica, world, step = self.replica, place.world, place.fresh
+        if world.leads:
             replica.publish()
             self.keep.reset(step)
             self.keep.put_buffers(step, replica.buffers.committed)
-        everything = {dtype: (0, len(lane)) for dtype, lane in replica.weights.items()}
-        nothing: Bounds = dict.fromkeys(everything, (0, 0))
-        collective.share(replica.weights, [everything] + [nothing] * (world.num_ranks - 1))
+        tiers.meet()
         replica.adopt()
         replica.step, self._current = step, True
-        self.optimizer.regroup(world.rank, mine, step, fresh=True)
+        self.optimizer.regroup(world.local_rank, mine, step, fresh=True)
         if place.entries is not None:
             self.optimizer.load(place.entries())
-            self.optimizer.keep_extras(step)
-        self._wait_for_all(collective, world)
+        self.optimizer.keep_extras(step)
+        tiers.meet()
+        self.note(place)
 
     def _go_on(self, rank: int, mine: Sequence[Unit]) -> None:
         """With what is kept."""
@@ -125,9 +131,9 @@ class Regrouping:
         restore(replica.optimizer, replica.schedule, groups=groups, saved=saved, step=replica.step)
         self._current = True
 
-    # ---- after a death: memory of the host
+    # ---- after a death
 
-    def _mend(self, collective: Collective, rank: int) -> None:
+    def _mend(self, tiers: Tiers, rank: int) -> None:
         """Bring everything that is kept to the end of the newest step that anybody began to take.
 
         Idempotent: whoever mends can die too.
@@ -136,64 +142,84 @@ class Regrouping:
         low, high = self.keep.steps()
         if low < high:
             self._catch_up(low)
-            self._finish_step(collective, rank, self._recall(collective, low))
+            self._finish_step(tiers, rank, self._recall(tiers, low))
         committed = self.replica.buffers.committed
         if not self.keep.get_buffers(high, committed):
             whole = self.keep.get_buffers(high - 1, committed)
             assert whole, f"buffers of step {high - 1} are kept until those of {high} are"
-            told = collective.recall(OUTCOMES, high - 1)
-            self.outcomes.commit(self._recall(collective, high - 1), told)
+            told = tiers.recall(OUTCOMES, high - 1)
+            self.outcomes.commit(self._recall(tiers, high - 1), told)
             self.keep.put_buffers(high, committed)
+        self.keep.summed[:] = 0
 
-    def _recall(self, collective: Collective, step: int) -> Tally:
-        return self.form.read(step, collective.recall(FACTS, step))
+    def _recall(self, tiers: Tiers, step: int) -> Tally:
+        return self.form.read(step, tiers.recall(FACTS, step))
 
-    def _finish_step(self, collective: Collective, rank: int, step: Tally) -> None:
+    def _finish_step(self, tiers: Tiers, rank: int, step: Tally) -> None:
         """Update what the members of the view before this one did not get to."""
         layout, cut, updating = self.replica.layout, self.optimizer.cut, self.updating
-        spans = share_out(layout, len(step.ranges), cut=cut)
+        summed = int(self.keep.summed[0]) == step.step + 1
+        workers = int(self.keep.summed[1]) if summed else len(step.ranges)
+        spans = share_out(layout, workers, cut=cut)
         behind = [
             unit
             for owned in spans
             for unit in units(layout, owned, cut=cut)
             if self.keep.done[unit.blocks[0]] == step.step
         ]
-        parts = parts_of([collective.left_by(r) for r in range(len(step.ranges))], step)
-        # The sums of a step in progress are all there.
         every = [block for owned in spans for block in blocks(owned)]
-        factor = updating.clip_factor(step, lambda: updating.norms(every))
+        norms = partial(updating.summed_norms, step) if summed else updating.norms
+        factor = updating.clip_factor(step, lambda: norms(every))
         self.optimizer.regroup(rank, behind, step.step, own=True)
         with torch.no_grad():
+            if summed:
+                updating.update_summed(step, factor)
+                return
+            parts = parts_of([tiers.left_by(r) for r in range(len(step.ranges))], step)
             updating.update(step, parts, updating.whole, factor)
 
-    # ---- after a death: every worker has its own memory
+    # ---- after the loss of a host, or when one is new
 
-    def _copy_from_newest(self, collective: Collective, world: World, mine: Sequence[Unit]) -> None:
-        """Those who are behind, or new, take everything from one who is not."""
-        replica, rank = self.replica, world.rank
-        reached = np.array([replica.step if self._current else -1], dtype=np.int64)
-        steps = [int(m.view(np.int64)[0]) for m in collective.gather(reached.view(np.uint8))]
-        holder = steps.index(max(steps))
-        if min(steps) == max(steps):
+    def _level(self, place: Place, tiers: Tiers) -> None:
+        """Between hosts: those who are behind take everything from one who is not."""
+        keep, here, between = self.keep, tiers.world.host, tiers.between
+        assert between is not None
+        holds = keep.holds and (place.fresh is None or here == 0)
+        reached = np.array([keep.steps()[0] if holds else -1], dtype=np.int64)
+        steps = [int(m.view(np.int64)[0]) for m in between.gather(reached.view(np.uint8))]
+        step, holder = max(steps), steps.index(max(steps))
+        if step < 0:
+            raise Broken("no host of this view holds the state any more")
+        if min(steps) == step:
             return
-        note, extras = self._note(), self.optimizer.pack()
-        sizes = np.array([len(note), len(extras)], dtype=np.int64)
-        everyone = collective.gather(sizes.view(np.uint8))
-        lengths = [int(n) for n in everyone[holder].view(np.int64)]
-        message = np.zeros(sum(lengths), dtype=np.uint8)
-        if rank == holder:
-            message[:] = np.frombuffer(note + extras, dtype=np.uint8)
-        received = collective.gather(message)[holder].tobytes()
-        lanes = [*replica.weights.values(), *replica.buffers.committed.values()]
-        lanes += [*self.keep.slots.values(), *self.keep.scalars.values(), self.keep.exists]
+        receives = steps[here] < step
+        if receives:
+            keep.void()
+        note, extras = (b"", b"") if receives else (self._kept_note(), keep.pack_extras(step))
+        head = np.array([len(note), len(extras), int(keep.exists.any())], dtype=np.int64)
+        told = between.gather(head.view(np.uint8))[holder].view(np.int64).tolist()
+        text = torch.zeros(told[0] + told[1], dtype=torch.uint8)
+        if here == holder:
+            text[:] = torch.frombuffer(bytearray(note + extras), dtype=torch.uint8)
+        buffers = {d: torch.zeros_like(c) for d, c in self.replica.buffers.committed.items()}
+        if not receives:
+            keep.get_buffers(step, buffers)
+        lanes = [text, *self.replica.weights.values(), *buffers.values(), keep.exists]
+        if told[2]:
+            lanes += [*keep.slots.values(), *keep.scalars.values()]
         for lane in lanes:
             if lane.numel():
-                owned: list[Bounds] = [{lane.dtype: (0, 0)}] * world.num_ranks
+                owned: list[Bounds] = [{lane.dtype: (0, 0)}] * len(steps)
                 owned[holder] = {lane.dtype: (0, len(lane))}
-                collective.share({lane.dtype: lane}, owned)
-        if steps[rank] < max(steps):
-            replica.adopt()
-            self._take_note(received[: lengths[0]])
-            replica.buffers.show()
-            self.optimizer.regroup(rank, mine, replica.step)
-            self.optimizer.unpack(received[lengths[0] :])
+                between.share({lane.dtype: lane}, owned)
+        if receives:
+            received = text.numpy().tobytes()
+            keep.take(step, buffers)
+            keep.unpack_extras(step, received[told[0] :])
+            at, words = msgspec.msgpack.decode(received[: told[0]], type=tuple[int, bytes])
+            keep.put_note(at, words)
+
+    def _kept_note(self) -> bytes:
+        found = self.keep.get_note()
+        assert found is not None, "who holds the state has a note"
+        return msgspec.msgpack.encode(found)

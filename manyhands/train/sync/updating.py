@@ -54,6 +54,11 @@ class Updating:
         """Of what is in `sums`."""
         return block_norms([self.sums[span.piece.dtype][a:b] for span, a, b in blocks])
 
+    def summed_norms(self, step: Tally, blocks: Blocks) -> NDArray[np.float64]:
+        """Of what hosts have summed up in `sums`: it has not been divided yet."""
+        lanes = [self.sums[span.piece.dtype][a:b] for span, a, b in blocks]
+        return block_norms([lane / step.total for lane in lanes] if step.weighted else lanes)
+
     def clip_factor(self, step: Tally, norms: Callable[[], NDArray[np.float64]]) -> float:
         """What the gradient is multiplied with; `norms()` gives those of all blocks, in order."""
         if step.clip_norm is None:
@@ -81,8 +86,17 @@ class Updating:
                     gradient = self.finisher.scaled(gradient, factor)
                 optimizer.update(work, gradient, unit, step.touched, step.step)
 
-    def update_from_sums(self, step: Tally) -> None:
-        """The same, when the whole gradient is in `sums`."""
+    def update_summed(self, step: Tally, factor: float) -> None:
+        """The same, when hosts have summed up the whole gradient in `sums`."""
+        optimizer = self.optimizer
         with one_thread():
-            for work in self.optimizer.works:
-                self.optimizer.update(work, self.sums, self.whole, step.touched, step.step)
+            for k, work in enumerate(optimizer.works):
+                if k:
+                    self.moment("update")
+                unit = work.unit.bounds
+                gradient = {d: self.sums[d][a:b] for d, (a, b) in unit.items()}
+                if step.weighted:
+                    gradient = self.finisher.divided(gradient, step.total)
+                if factor < 1.0 or optimizer.cut == "nowhere":
+                    gradient = self.finisher.scaled(gradient, factor)
+                optimizer.update(work, gradient, unit, step.touched, step.step)
