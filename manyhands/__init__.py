@@ -25,8 +25,8 @@ from manyhands.version import VERSION
 if TYPE_CHECKING:
     from manyhands.answers import evaluate, fingerprint
     from manyhands.data.mapreduce.map_reduce import map_reduce
-    from manyhands.data.prepare.pipeline import prepare
     from manyhands.data.records import prepared
+    from manyhands.preparing import prepare
     from manyhands.replaying import replay
     from manyhands.run import resume, train
 
@@ -60,7 +60,7 @@ _LATER = {
     "evaluate": "manyhands.answers",
     "fingerprint": "manyhands.answers",
     "map_reduce": "manyhands.data.mapreduce.map_reduce",
-    "prepare": "manyhands.data.prepare.pipeline",
+    "prepare": "manyhands.preparing",
     "prepared": "manyhands.data.records",
     "replay": "manyhands.replaying",
     "resume": "manyhands.run",

@@ -1,56 +1,56 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Questions about a saved run: its scores, its fingerprint. Answered here, in one process."""
+"""Questions about a saved run: its scores, its fingerprint. Answered here, or by Ray."""
 
 import warnings
 from pathlib import Path
-
-import torch
 
 from manyhands.checkpoint.contents import MODEL
 from manyhands.checkpoint.storage import Folder, newest_good
 from manyhands.checkpoint.tensors import fingerprint as fingerprint_of
 from manyhands.config import read_toml
 from manyhands.data.records import open_data
-from manyhands.errors import RunDirError
+from manyhands.errors import RequestError, RunDirError
 from manyhands.evaluate import scores
 from manyhands.finding import reload
 from manyhands.rundir import RunDir, open_run
-from manyhands.saving import load_model
-from manyhands.scoring import evaluation_of, my_batches
+from manyhands.scoring import evaluation_of, measured
 from manyhands.task import Task
-from manyhands.train.memory import Memory
-from manyhands.train.seeds import seed_everything
-from manyhands.train.state import Replica, build_model
 from manyhands.world import World
 
 
 def evaluate(
-    run: str | Path, task: Task | None = None, *, step: int | None = None
+    run: str | Path,
+    task: Task | None = None,
+    *,
+    step: int | None = None,
+    engine: str = "local",
+    worker_resources: str | None = None,
+    ray_token_file: str | Path | None = None,
 ) -> dict[str, float]:
-    """Scores of a saved step (the newest good one) on the held-out records, as the run does."""
+    """Scores of a saved step (the newest good one) on the held-out records, as the run does.
+
+    They are computed here, or by tasks of Ray ("ray", "ray://HOST:PORT"): the same numbers.
+    """
     folder = open_run(Path(run))
     chosen = _committed(folder, step)
     config, _ = read_toml(folder.config)
     loaded, notes = reload(folder, task)
     for note in notes:
         warnings.warn(note, stacklevel=2)
-    _, held_out = open_data(loaded.task.data, loaded.task.held_out, fold=config.data.fold)
+    _, held_out = open_data(loaded.task.data, loaded.task.held_out, config.data)
     if held_out is None:
         raise RunDirError(f"the task of {folder.root} has no held-out records to evaluate on.")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(config.train.threads)  # part of the bits
-    try:
-        seed_everything(config.train.seed, "model")
-        model = build_model(loaded.task.model)
-        assert loaded.task.optimizer is not None
-        cpu = torch.device("cpu")
-        replica = Replica(model, loaded.task.optimizer(model), None, Memory(None), cpu)
-        load_model(replica, folder.step(chosen))
-        batches = my_batches(held_out, config, World(0, 1), cpu)
-        evaluation = evaluation_of(loaded.task, config)
-        return scores.combine(evaluation, scores.measure(evaluation, model, batches))
-    finally:
-        torch.set_num_threads(threads)
+    where = folder.step(chosen)
+    if engine == "local":
+        if worker_resources or ray_token_file:
+            raise RequestError("--worker-resources and --ray-token-file are for Ray: --engine ray")
+        results = measured(loaded.task, config, where, World(0, 1))
+    else:
+        from manyhands.scoring_elsewhere import measured_on_ray
+
+        token = Path(ray_token_file) if ray_token_file else None
+        results = measured_on_ray(loaded, config, where, engine, worker_resources, token)
+    return scores.combine(evaluation_of(loaded.task, config), results)
 
 
 def fingerprint(run: str | Path, *, step: int | None = None) -> str:

@@ -18,14 +18,24 @@ from typing import Any
 import msgspec
 
 from manyhands import events, ledger
+from manyhands.carrying import Files
 from manyhands.checkpoint.contents import MODEL
 from manyhands.checkpoint.storage import FileRecord, Folder, Manifest, to_delete
 from manyhands.checkpoint.tensors import fingerprint
 from manyhands.config import RunConfig, live_settings
 from manyhands.errors import ConfigError, Interrupted, RequestError, RunFailed
 from manyhands.evaluate.progress import best_step, should_stop
-from manyhands.launch.audience import Done, Incident, WorkerStatus
-from manyhands.launch.messages import Beat, SavedFile, Settings, View
+from manyhands.launch.audience import Done, Incident, Link, WorkerStatus
+from manyhands.launch.deadlines import Aim
+from manyhands.launch.messages import (
+    Answer,
+    Beat,
+    ReadFile,
+    SavedFile,
+    Settings,
+    StoreFile,
+    View,
+)
 from manyhands.monitor.terminal import Progress
 from manyhands.plan.planner import Plan
 from manyhands.report import Report
@@ -57,13 +67,21 @@ class Job:
     debug: tuple[int, int] | None = None
     """Stop in a debugger at this micro-batch: (step, index)."""
     notes: Sequence[str] = ()
+    aim: Aim | None = None
+    """A wished speed, which sets the number of workers."""
 
 
 class Desk:
     """The driver's side of everything the supervisor reports."""
 
     def __init__(
-        self, job: Job, made: Plan, first_step: int, started: float, book: ledger.Book
+        self,
+        job: Job,
+        made: Plan,
+        first_step: int,
+        started: float,
+        book: ledger.Book,
+        start_from: str | None = None,
     ) -> None:
         self.job, self.plan, self.started, self.book = job, made, started, book
         live = [s for c in book.changes if c.step <= first_step for s in live_settings(c.settings)]
@@ -75,10 +93,14 @@ class Desk:
         self.incidents = 0
         self.doing = "running"
         self.storage = Folder(job.run)
+        self.files = Files(job.run, start_from)
         self.telling = Telling(job.run, job.config.log, quiet=job.quiet)
         self.speed = Speed()
         self.state = "running"
         self.status_of: list[WorkerStatus] = []
+        self.outlook: Callable[[], dict[str, str]] = dict[str, str]
+        """The wished speed and the forecast, while there are any."""
+        self.links: list[Link] = []
         self.first_step = first_step
         # By step: what was evaluated again after a resume counts once.
         past = {
@@ -135,8 +157,8 @@ class Desk:
             if self.job.on_step is not None:
                 self.job.on_step(event)
 
-    def status(self, workers: list[WorkerStatus], doing: str) -> None:
-        self.status_of, self.doing = workers, doing
+    def status(self, workers: list[WorkerStatus], links: list[Link], doing: str) -> None:
+        self.status_of, self.links, self.doing = workers, links, doing
         self.progress.workers = len(workers)
         self._write_status()
 
@@ -227,6 +249,9 @@ class Desk:
         except ConfigError as error:  # hours in, a warning is worth more than a stop
             self.event(events.Warned(text=f"{error} It will not stop early."))
             return None
+
+    def serve(self, message: StoreFile | ReadFile) -> Answer:
+        return self.files.serve(message)
 
     def written(self, step: int, attempt: int, files: list[SavedFile], blocked_s: float) -> None:
         listed = {f.name: FileRecord(f.size_bytes, f.sha256) for f in files}
@@ -341,7 +366,8 @@ class Desk:
     def _write_status(self) -> None:
         if self.state != "forgotten":
             state = self.doing if self.state == "running" else self.state
-            self.telling.status(state, self.progress, self.status_of)
+            outlook = self.outlook() if self.state == "running" else {}
+            self.telling.status(state, self.progress, self.status_of, self.links, outlook)
 
 
 def drivers_fault(error: OSError, step: int) -> Cause:

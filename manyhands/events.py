@@ -114,12 +114,31 @@ class Audited(Event, frozen=True):
     guilty: list[int]
 
 
+class Hosted(Event, frozen=True):
+    """A host has come or gone."""
+
+    host: str
+    what: str
+
+
+class Linked(Event, frozen=True):
+    """The network between two hosts, as they measured it."""
+
+    host: str
+    other: str
+    round_trip_s: float
+    bytes_per_s: float
+    """In both directions at once."""
+
+
 class Scaled(Event, frozen=True):
-    """Somebody asked for another number of workers."""
+    """Another number of workers is wanted: somebody asked for it, or a wished speed needs it."""
 
     step: int
     before: int
     workers: int
+    because: str = ""
+    """Empty: somebody asked for it."""
 
 
 class Changed(Event, frozen=True):
@@ -159,6 +178,8 @@ AnyEvent = (
     | Lost
     | Recovered
     | Audited
+    | Hosted
+    | Linked
     | Scaled
     | Changed
     | Finished

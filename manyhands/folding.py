@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from manyhands.data.hosts.remote_folder import RemoteFolder, folder_of
 from manyhands.data.manifest import read_manifest
 from manyhands.data.records import PreparedData
 from manyhands.errors import RunFailed, TaskError
@@ -61,9 +62,11 @@ def train_folds(
 def _folds_of(file: Path) -> int:
     data: Any = load_task(file).task.data
     folder = data.folder if isinstance(data, PreparedData) else data
-    if not isinstance(folder, str | Path):
+    if isinstance(folder, str):
+        folder = folder_of(folder)
+    if not isinstance(folder, Path | RemoteFolder):
         raise TaskError("--fold: the task's data is not a prepared folder.")
-    if (folds := read_manifest(Path(folder)).folds) == 0:
+    if (folds := read_manifest(folder).folds) == 0:
         raise TaskError(f"--fold: {folder} was prepared without folds (prepare --folds 5).")
     return folds
 

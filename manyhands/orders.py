@@ -24,6 +24,12 @@ class Orders(msgspec.Struct, frozen=True, kw_only=True):
     parcel: Parcel
     task_fd: int
     state_fd: int
+    address: str = "127.0.0.1"
+    """Of this host, as the others reach it."""
+    shares: bool = True
+    """Its host sees the run's folder."""
+    secret: bytes = b""
+    """By which workers of different hosts know each other."""
     steps: int
     start_from: str | None = None
     """A safetensors file to take the first weights from."""

@@ -21,7 +21,8 @@ from manyhands.config import CheckpointConfig, RunConfig, read_toml
 from manyhands.desk import Job
 from manyhands.errors import CheckpointDamaged, RequestError
 from manyhands.finding import reload
-from manyhands.launch.launchers import Launcher, open_launcher
+from manyhands.launch.engines import open_engine
+from manyhands.launch.launchers import Launcher
 from manyhands.proof import check
 from manyhands.run import drive
 from manyhands.rundir import RunDir, open_run
@@ -78,7 +79,7 @@ def replay(
     config, _ = read_toml(folder.config)
     loaded, notes = reload(folder, task)
     first = _nearest(folder, step)
-    hands = launcher or open_launcher("local" if debug is None else "inline")
+    hands = launcher or open_engine("local" if debug is None else "inline")
     losses: dict[int, float] = {}
     scratch = Path(tempfile.mkdtemp(prefix="manyhands-replay-"))
     try:

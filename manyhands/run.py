@@ -20,7 +20,8 @@ import msgspec
 from manyhands import events
 from manyhands.checkpoint.storage import Folder, newest_good
 from manyhands.config import RunConfig, from_dict, read_toml, to_toml
-from manyhands.data.records import open_data
+from manyhands.credentials import new_secret
+from manyhands.data.records import make_ready, open_data
 from manyhands.desk import Desk, Job, OnStep, drivers_fault
 from manyhands.errors import RunDirError
 from manyhands.finding import (
@@ -35,8 +36,11 @@ from manyhands.finding import (
 )
 from manyhands.launch import shipping
 from manyhands.launch.control import Control
-from manyhands.launch.launchers import Launcher, open_launcher
+from manyhands.launch.deadlines import FinishBy
+from manyhands.launch.engines import open_engine
+from manyhands.launch.launchers import Berth, Launcher
 from manyhands.launch.people import People
+from manyhands.launch.recruiting import Wish
 from manyhands.launch.situation import Limits, Situation
 from manyhands.launch.supervisor import Supervisor
 from manyhands.launch.wire import Switchboard
@@ -45,11 +49,11 @@ from manyhands.orders import Orders
 from manyhands.plan.planner import Plan, plan, read_workers
 from manyhands.report import Report
 from manyhands.rundir import RunDir, locked, new_run_path, open_run, write_whole
+from manyhands.staffing import aim_at, most_workers, reserve, room_for, tempo_of
 from manyhands.task import Task
 from manyhands.testing.faults import FaultPlan
-from manyhands.train.collective.shared import MOST_RANKS
+from manyhands.train.collective.contract import PRIVATE
 from manyhands.verdict import Cause
-from manyhands.world import usable_cores
 
 
 def train(
@@ -57,28 +61,54 @@ def train(
     *,
     to: str | Path | None = None,
     workers: int | str | None = None,
+    samples_per_second: float | None = None,
+    finish_by: FinishBy | None = None,
     config: RunConfig | Mapping[str, Any] | None = None,
     settings: Sequence[str] = (),
     on_step: OnStep | None = None,
     quiet: bool = False,
     engine: str = "local",
+    hosts: str | None = None,
+    listen: str | None = None,
+    token_file: str | Path | None = None,
+    spread: bool = False,
+    worker_resources: str | None = None,
+    ray_token_file: str | Path | None = None,
+    ship: Sequence[str | Path] = (),
     launcher: Launcher | None = None,
     faults: FaultPlan | None = None,
 ) -> Report:
     """Train `task` (or the task that a file defines) and report.
 
-    `workers` is a number, or "2:8" for as many as there is room for between those.
+    `workers` is a number, or "2:8" for as many as there is room for between those; or for as many
+    as it takes to train `samples_per_second`, or to `finish_by` "18:30" or "2h" (a datetime or a
+    timedelta will do). `hosts` are
+    reached by ssh ("a,b:4"), and others join at `listen` ("0.0.0.0:7077") with the secret that is
+    in `token_file` or, while it trains, in the run folder's join.token. `engine` is "local",
+    "inline", "ray" or "ray://HOST:PORT"; the next three are for Ray (docs/ray.md). What `ship`
+    names is found by workers on other hosts as well.
     `settings` are `section.key=value` strings, as `--set` takes them. `on_step` is called in this
     process with every logged step; giving it logs every step. Raises `RequestError` when the
     request is wrong, `RunFailed` when the run fails, `Interrupted` after Ctrl-C.
     """
-    with _launched(engine, launcher) as hands:
+    wish = Wish(
+        hosts,
+        listen,
+        Path(token_file) if token_file else None,
+        spread=spread,
+        worker_resources=worker_resources,
+        ray_token_file=Path(ray_token_file) if ray_token_file else None,
+        ship=tuple(Path(path) for path in ship),
+    )
+    asked = time.time()
+    with _launched(engine, wish, launcher) as hands:
         loaded, base = load(task)
         chosen = config if isinstance(config, RunConfig) else from_dict(config or {})
         chosen = (chosen if config is not None else base).with_settings(settings)
         run = RunDir(Path(to) if to else new_run_path(Path("runs"), name_of(loaded)))
         hired = read_workers(workers)
         job = Job(run, loaded, chosen, hired, on_step, quiet, faults or FaultPlan())
+        job = aim_at(job, samples_per_second, finish_by, asked)
         return drive(job, hands, resume=None)
 
 
@@ -87,10 +117,19 @@ def resume(
     task: Task | None = None,
     *,
     workers: int | str | None = None,
+    samples_per_second: float | None = None,
+    finish_by: FinishBy | None = None,
     settings: Sequence[str] = (),
     on_step: OnStep | None = None,
     quiet: bool = False,
     engine: str = "local",
+    hosts: str | None = None,
+    listen: str | None = None,
+    token_file: str | Path | None = None,
+    spread: bool = False,
+    worker_resources: str | None = None,
+    ray_token_file: str | Path | None = None,
+    ship: Sequence[str | Path] = (),
     launcher: Launcher | None = None,
     faults: FaultPlan | None = None,
 ) -> Report:
@@ -98,12 +137,23 @@ def resume(
 
     A run whose task was made in Python needs that task again.
     """
-    with _launched(engine, launcher) as hands:
+    wish = Wish(
+        hosts,
+        listen,
+        Path(token_file) if token_file else None,
+        spread=spread,
+        worker_resources=worker_resources,
+        ray_token_file=Path(ray_token_file) if ray_token_file else None,
+        ship=tuple(Path(path) for path in ship),
+    )
+    asked = time.time()
+    with _launched(engine, wish, launcher) as hands:
         folder = open_run(Path(run))
         refuse_changes(settings)
         with locked(folder):
             job, step = _again(folder, task, settings)
             job = replace(job, workers=read_workers(workers), on_step=on_step, quiet=quiet)
+            job = aim_at(job, samples_per_second, finish_by, asked)
             return drive(replace(job, faults=faults or FaultPlan()), hands, resume=step)
 
 
@@ -130,9 +180,7 @@ def _again(folder: RunDir, task: Task | None, settings: Sequence[str]) -> tuple[
 def drive(job: Job, launcher: Launcher, *, resume: int | None) -> Report:
     """Train from the beginning, or from a saved step of the run."""
     started = time.time() if launcher.used else launcher.born
-    records, held_out = open_data(
-        job.loaded.task.data, job.loaded.task.held_out, fold=job.config.data.fold
-    )
+    records, held_out = open_data(job.loaded.task.data, job.loaded.task.held_out, job.config.data)
     check_criteria(job.config, job.loaded.task, held_out)
     made = plan(
         job.config.train,
@@ -140,6 +188,8 @@ def drive(job: Job, launcher: Launcher, *, resume: int | None) -> Report:
         workers=job.workers,
         records=len(records),
         most_workers=launcher.most_workers,
+        many_hosts=launcher.many,
+        paced=job.aim is not None,
     )
     if resume is not None and resume >= made.steps.value:
         raise RunDirError(
@@ -147,15 +197,19 @@ def drive(job: Job, launcher: Launcher, *, resume: int | None) -> Report:
             f"manyhands resume {job.run.root} --set train.epochs=... (or train.steps=...)"
         )
     start_from = weights_file(job.config) if resume is None else None
+    reserve(job, launcher, made)
+    here, fetch = (1, "nothing") if launcher.many else (made.workers.value, "all")  # others do it
+    make_ready(records, held_out, workers=here, quiet=job.quiet, fetch=fetch)
     with _folder(job.run, new=resume is None):
         if resume is None:
             describe_run(job.run, job.loaded, job.config, records)
         write_whole(job.run.plan, msgspec.json.format(msgspec.json.encode(made)))
         for left_over in job.run.root.glob(".rendezvous-*"):  # of a driver that was killed
             left_over.unlink()
-        parcel = shipping.pack(job.loaded, launcher.fds[0])
+        parcel = shipping.pack(job.loaded, launcher.fds[0], many=launcher.many)
+        launcher.load(parcel.end, job.run.root, job.config.recovery.host_s)
         book, first_worker = _book(job, len(records), resume)
-        desk = Desk(job, made, resume or 0, started, book)
+        desk = Desk(job, made, resume or 0, started, book, start_from)
         write_whole(job.run.config, to_toml(job.config, task=task_line(job.loaded)))
     held = nullcontext() if resume is not None else locked(job.run)  # `resume` holds it already
     with held:
@@ -170,6 +224,7 @@ def drive(job: Job, launcher: Launcher, *, resume: int | None) -> Report:
             parcel=parcel,
             task_fd=launcher.fds[0],
             state_fd=launcher.fds[1],
+            secret=new_secret(),
             steps=made.steps.value,
             start_from=start_from,
             debug=job.debug,
@@ -198,22 +253,35 @@ def _work(
     first_worker: int,
 ) -> Report:
     """See the run to its end."""
-    switchboard, control = Switchboard(), Control(job.run.control)
+    switchboard, control = Switchboard(launcher.listens), Control(job.run.control)
 
-    def start(worker: int) -> None:
+    def start(worker: int) -> Berth:
+        berth = launcher.berth(worker)
         mine = msgspec.structs.replace(
-            orders, worker=worker, order=worker - first_worker, keys=switchboard.keys
+            orders,
+            worker=worker,
+            order=worker - first_worker,
+            keys=switchboard.keys_for(berth.driver),
+            run=berth.run or orders.run,
+            task_fd=berth.fds[0],
+            state_fd=berth.fds[1],
+            address=berth.address,
+            shares=berth.shares,
         )
         launcher.start(worker, msgspec.msgpack.encode(mine), job.run.log(worker))
+        return berth
 
     try:
         situation = _situation(job, launcher, desk, made, resume)
+        tempo, room = tempo_of(job, launcher, made, situation, desk), room_for(job, launcher, made)
+        desk.outlook = tempo.outlook if tempo is not None else desk.outlook
+        people = People(situation, desk, control, room=room, want=launcher.want, tempo=tempo)
         supervisor = Supervisor(
             launcher,
             switchboard,
             desk,
             situation,
-            people=People(situation, desk, control, room=_room(job, launcher, made)),
+            people=people,
             start=start,
             first_worker=first_worker,
         )
@@ -235,10 +303,10 @@ def _situation(
         wanted=made.workers.value,
         least=job.workers[0] if isinstance(job.workers, tuple) else 1,
         replaceable=launcher.replaceable,
-        outlives=made.collective.value == "shared",
+        private=made.collective.value in PRIVATE,
         restore=resume,
         micro_batches=made.micro_batches.value,
-        most=_most_workers(job, launcher, made),
+        most=most_workers(job, launcher, made),
         journal=journal_of(desk.book.changes),
         limits=Limits(silent_s=recovery.silent_s, stuck_s=recovery.stuck_s, losses=recovery.losses),
         rebalance=recovery.rebalance,
@@ -246,24 +314,6 @@ def _situation(
         enough=enough,
         saved=-1 if resume is None else resume,
     )
-
-
-def _most_workers(job: Job, launcher: Launcher, made: Plan) -> int:
-    alone = job.config.train.sync == "alone"
-    return 1 if alone else min(made.micro_batches.value, launcher.most_workers or MOST_RANKS)
-
-
-def _room(job: Job, launcher: Launcher, made: Plan) -> Callable[[], int] | None:
-    """How many workers there is room for, if that may change while training."""
-    if not isinstance(job.workers, tuple) or made.workers.value < job.workers[0]:
-        return None
-    least, most = job.workers[0], min(job.workers[1], _most_workers(job, launcher, made))
-
-    def room() -> int:
-        cores = usable_cores() // job.config.train.threads
-        return max(least, min(cores, most, made.micro_batches.value))
-
-    return room
 
 
 def _supervise(supervisor: Supervisor, launcher: Launcher, desk: Desk) -> Report:
@@ -297,9 +347,9 @@ def _folder(run: RunDir, *, new: bool) -> Generator[None]:
 
 
 @contextmanager
-def _launched(engine: str, launcher: Launcher | None) -> Generator[Launcher]:
+def _launched(engine: str, wish: Wish, launcher: Launcher | None) -> Generator[Launcher]:
     """A launcher of our own, or one that the caller keeps warm for several runs."""
-    hands = launcher or open_launcher(engine)
+    hands = launcher or open_engine(engine, wish)
     try:
         yield hands
     finally:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from manyhands.carrying import Carried
 from manyhands.checkpoint import contents
 from manyhands.checkpoint.saver import Content, Saver
 from manyhands.checkpoint.storage import FileRecord, Folder
@@ -18,8 +19,9 @@ from manyhands.train.optim import Entry, SharedOut
 from manyhands.train.state import Replica
 
 
-def saver(run: RunDir, line: Line, moment: Callable[[str], None]) -> Saver:
-    """Saves while training goes on, and tells the supervisor when a step is written."""
+def saver(run: RunDir, line: Line, moment: Callable[[str], None], *, shares: bool) -> Saver:
+    """Saves while training goes on, and tells the supervisor when a step is written. `shares`:
+    this host sees the run's folder."""
 
     def written(step: int, attempt: int, files: dict[str, FileRecord], blocked_s: float) -> None:
         moment("written")
@@ -37,7 +39,7 @@ def saver(run: RunDir, line: Line, moment: Callable[[str], None]) -> Saver:
     def progress() -> None:
         line.pulse.progress += 1
 
-    return Saver(Folder(run), written, progress)
+    return Saver(Folder(run) if shares else Carried(line), written, progress)
 
 
 def optimizer_part(worker: int, optimizer: SharedOut) -> Content:

@@ -3,20 +3,23 @@
 
 import math
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from manyhands.config import RunConfig
 from manyhands.data.feed import held_out_batches, on_device
-from manyhands.data.records import Records
+from manyhands.data.records import Records, open_data
 from manyhands.evaluate import scores
 from manyhands.launch.messages import Part, Scored
 from manyhands.launch.wire import Line
+from manyhands.saving import load_model
 from manyhands.task import Task
 from manyhands.train import leaf
+from manyhands.train.memory import Memory
 from manyhands.train.seeds import seed_everything
-from manyhands.train.state import Replica
+from manyhands.train.state import Replica, build_model
 from manyhands.world import World
 
 
@@ -45,6 +48,23 @@ def my_batches(
     return ((i, n, on_device(b, device)) for i, n, b in batches)
 
 
+def measured(task: Task, config: RunConfig, folder: Path, world: World) -> list[scores.BatchResult]:
+    """This rank's part of the held-out records, scored with a saved step's weights."""
+    _, held_out = open_data(task.data, task.held_out, config.data)
+    assert held_out is not None and task.optimizer is not None
+    threads, cpu = torch.get_num_threads(), torch.device("cpu")
+    torch.set_num_threads(config.train.threads)  # part of the bits
+    try:
+        seed_everything(config.train.seed, "model")
+        model = build_model(task.model)
+        replica = Replica(model, task.optimizer(model), None, Memory(None), cpu)
+        load_model(replica, folder)
+        batches = my_batches(held_out, config, world, cpu)
+        return scores.measure(evaluation_of(task, config), model, batches)
+    finally:
+        torch.set_num_threads(threads)
+
+
 def score_together(
     evaluation: scores.Evaluation,
     replica: Replica,
@@ -62,7 +82,7 @@ def score_together(
     if leads:
         found = scores.combine(evaluation, scores.decode(line.reply(round).parts))
         line.send(pulse.beat())  # the steps before the scores of the last of them
-        line.send(Scored(step=step, round=f"scores-{step}", scores=found))
+        line.send(Scored(worker=line.pulse.worker, step=step, round=f"scores-{step}", scores=found))
     return line.reply(f"scores-{step}").stop
 
 

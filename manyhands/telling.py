@@ -8,14 +8,14 @@ or a pipe that nobody reads, by nobody.
 import os
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 import msgspec
 
 from manyhands import events
 from manyhands.config import LogConfig
-from manyhands.launch.audience import WorkerStatus
+from manyhands.launch.audience import Link, WorkerStatus
 from manyhands.monitor.terminal import Display, Progress, display
 from manyhands.monitor.writers import CsvWriter, TensorBoardWriter, Writer
 from manyhands.rundir import RunDir, write_whole
@@ -55,17 +55,26 @@ class Telling:
     def progress(self, progress: Progress) -> None:
         self._show(lambda display: display.progress(progress))
 
-    def status(self, state: str, progress: Progress, workers: Sequence[WorkerStatus]) -> None:
+    def status(
+        self,
+        state: str,
+        progress: Progress,
+        workers: Sequence[WorkerStatus],
+        links: Sequence[Link],
+        outlook: Mapping[str, str],
+    ) -> None:
         status = {
             "state": state,
             "step": progress.step,
             "total_steps": progress.total_steps,
             "loss": progress.loss,
             "samples_per_s": progress.samples_per_s,
+            **outlook,
             "pid": os.getpid(),
             "host": platform.node(),
             "time": time.time(),
             "workers": workers,
+            "links": links,
         }
         with suppress(OSError):
             encoded = msgspec.json.format(msgspec.json.encode(status))

@@ -2,6 +2,7 @@
 """What a worker has in work: noted while it computes, and told when something goes wrong."""
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 
@@ -14,6 +15,7 @@ from manyhands.launch.messages import Trouble
 from manyhands.launch.pulse import Pulse
 from manyhands.launch.wire import Line
 from manyhands.task import user_traceback
+from manyhands.train.collective.door import Door
 from manyhands.verdict import explain
 
 
@@ -67,6 +69,22 @@ class WatchedFeed:
 
     def epochs_done(self, step: int) -> float:
         return step / self.steps_per_epoch
+
+
+class WatchedDoor:
+    """Tells, once in a while, of connections that were refused because they were none of ours."""
+
+    def __init__(self, door: Door, say: Callable[[str], None], every_s: float = 10.0) -> None:
+        self.door, self.say, self.every_s = door, say, every_s
+        self.told, self.told_at = 0, -math.inf
+
+    def tell(self) -> None:
+        count, now = self.door.strangers - self.told, time.monotonic()
+        if count and now - self.told_at >= self.every_s:
+            self.told, self.told_at = self.door.strangers, now
+            were = "connection was" if count == 1 else "connections were"
+            why = self.door.last_stranger
+            self.say(f"{count} {were} refused at {self.door.address}, the last because {why}")
 
 
 def trouble_of(

@@ -14,26 +14,29 @@ import os
 import pdb
 import signal
 import threading
+import time
 import traceback
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
 
 from manyhands import comparing, errors, saving
+from manyhands.carrying import fetch, fetch_step
 from manyhands.checkpoint.saver import Content
 from manyhands.config import live_settings
 from manyhands.data.feed import Feed
-from manyhands.data.records import open_data
+from manyhands.data.records import make_ready, open_data, share
 from manyhands.launch import shipping
 from manyhands.launch.messages import (
     Begun,
     Hello,
     Leaving,
     Left,
+    Measured,
     Notice,
     Part,
     Ready,
@@ -48,14 +51,19 @@ from manyhands.scoring import evaluation_of, my_batches, score_together
 from manyhands.task import Task
 from manyhands.testing.faults import Fault
 from manyhands.train import leaf, loop, strategies, suspects
+from manyhands.train.collective.contract import PRIVATE
+from manyhands.train.collective.sockets import Door
 from manyhands.train.groups import groups_to_json, kinds_of
 from manyhands.train.memory import Memory
 from manyhands.train.optim import without_dynamo
 from manyhands.train.seeds import seed_everything
 from manyhands.train.state import Replica
 from manyhands.train.sync.contract import Place, StepFacts
-from manyhands.watching import WatchedFeed, trouble_of
+from manyhands.watching import WatchedDoor, WatchedFeed, trouble_of
 from manyhands.world import World, machine, peak_memory_bytes
+
+if TYPE_CHECKING:
+    from manyhands.data.hosts.sharing import Sharing
 
 
 def main(orders: bytes) -> int:
@@ -71,6 +79,9 @@ def main(orders: bytes) -> int:
         return 1
     finally:
         hand.line.close()
+        hand.door.close()
+        if hand.sharing is not None:
+            hand.sharing.close()
 
 
 class Hand:
@@ -80,11 +91,14 @@ class Hand:
         self.pulse = Pulse(orders.worker, log_every=orders.log_every)
         assert orders.keys is not None
         self.line = Line(orders.keys, self.pulse)
-        self.saver = saving.saver(self.run, self.line, self.moment)
+        self.door = Door(orders.address)
+        self.strangers = WatchedDoor(self.door, self.tell)
+        self.saver = saving.saver(self.run, self.line, self.moment, shares=orders.shares)
+        self.sharing: Sharing | None = None
         self.world = World(0, 1)
         self.because = "all steps are done"
         self.scored_at = self.saved_at = self.logged = -1
-        self.halting = self.begun = self.held = False
+        self.halting = self.begun = False
         self.struck: set[Fault] = set()
 
     def work(self) -> None:
@@ -94,7 +108,7 @@ class Hand:
         self.build()
         self.hello()
         while (view := self.next_view()) is not None:
-            broken, differs = False, None
+            broken, differs, lost = False, None, ()
             try:
                 self.join(view)
                 if self.train():
@@ -102,18 +116,24 @@ class Hand:
                     return
             except errors.AuditMismatch as error:
                 broken, differs = True, error.args
-            except errors.Broken:
-                broken = True
+            except errors.Broken as error:
+                broken, lost = True, error.lost
+                self._log_line(f"view {view.generation} is over: {error}")
             self.line.send(self.pulse.beat())  # what was done, before what is to come
             self.line.send(
                 Ready(
                     worker=self.orders.worker,
                     step=self.replica.step,
                     broken=broken,
-                    held=self.held,
+                    held=self.sync.holds,
                     differs=differs,
+                    lost=list(lost),
                 )
             )
+
+    def _log_line(self, text: str) -> None:
+        with suppress(OSError):  # the disk may be what is full
+            print(time.strftime("%H:%M:%S"), text, flush=True)
 
     # ---- build
 
@@ -125,9 +145,12 @@ class Hand:
         assert task.loss is not None
         self.loss: leaf.LossFn = task.loss if self.orders.debug is None else self._debugged
         self.device = strategies.choose_device(train, self.orders.worker)
-        memory = Memory(self.orders.state_fd if self.orders.collective == "shared" else None)
+        memory = Memory(None if self.orders.collective in PRIVATE else self.orders.state_fd)
         self.replica = strategies.replica(task, train, memory, self.device)
-        records, self.held_out = open_data(task.data, task.held_out, fold=self.config.data.fold)
+        records, self.held_out = open_data(task.data, task.held_out, self.config.data)
+        make_ready(records, self.held_out, workers=1, fetch="missing", progress=self._fetched_some)
+        at = self.door.address.rpartition(":")[0]
+        self.sharing = share(records, self.held_out, self.config.data, self.orders.secret, at)
         self.built = comparing.describe(self.replica, records)
         feed = Feed(
             records,
@@ -147,7 +170,12 @@ class Hand:
                 train,
                 memory,
                 device=self.device,
-                rendezvous=self.run.root / ".rendezvous",
+                reach=strategies.Reach(
+                    self.door,
+                    self.orders.secret,
+                    self.run.root / ".rendezvous",
+                    self._measured,
+                ),
                 patience=self.line.waiting,
             ),
             heard=self.line.heard,
@@ -162,12 +190,24 @@ class Hand:
             return self.task.loss(model, batch)
         return pdb.Pdb(nosigint=True).runcall(self.task.loss, model, batch)
 
+    def tell(self, text: str) -> None:
+        """A person, without stopping the run."""
+        self.line.send(Notice(worker=self.orders.worker, text=text))
+
     # ---- join
 
     def hello(self) -> None:
-        host = machine().host
+        host, shared = machine().host, self.sharing
         self.line.send(
-            Hello(worker=self.orders.worker, pid=os.getpid(), host=host, built=self.built)
+            Hello(
+                worker=self.orders.worker,
+                pid=os.getpid(),
+                host=host,
+                built=self.built,
+                door=self.door.address,
+                cache=shared.identity if shared is not None else "",
+                shards=shared.address if shared is not None else "",
+            )
         )
 
     def next_view(self) -> View | None:
@@ -179,19 +219,23 @@ class Hand:
         """Take the place in a view, and come to where the others are."""
         rank = view.rank_of(self.orders.worker)
         assert rank is not None
-        self.view, self.world = view, World(rank, len(view.members))
+        self.view, self.world = view, view.world_of(rank)
         self.pulse.leads, self.halting = self.world.leads, False
         self.replica.changes = view.journal
         self.pulse.forget_times()
         self._compare(view)
+        self._look_after_data(view)
         self.moment("regroup")
-        place = Place(self.world, view.generation, tuple(view.speeds))
+        speeds, doors = tuple(view.speeds), tuple(view.doors)
+        place = Place(self.world, view.generation, speeds, doors, view.measure)
         if view.fresh:
             place = self._restored(place, view.restore)
-        if self.orders.collective not in ("shared", "none"):
+        if self.orders.collective in PRIVATE:
             self._meet()
-        self.sync.regroup(place)
-        self.held = True
+        try:
+            self.sync.regroup(place)
+        finally:
+            self.strangers.tell()
         self.pulse.step = self.replica.step
         self.scored_at, self.saved_at = view.scored, view.saved
         self.replica.change(view.changes)
@@ -201,21 +245,58 @@ class Hand:
         if self.world.leads:
             groups = groups_to_json(self.replica.optimizer)
             kinds = kinds_of(self.replica.schedule)
-            self.line.send(Begun(step=self.replica.step, groups=groups, schedule=kinds))
+            self.line.send(
+                Begun(
+                    worker=self.orders.worker,
+                    step=self.replica.step,
+                    groups=groups,
+                    schedule=kinds,
+                )
+            )
         if view.changes:  # journalled before any of us may use them
             self.line.reply(f"go-{view.generation}")
         if view.audit is not None:
             self._testify(view.audit)
 
+    def _look_after_data(self, view: View) -> None:
+        """Who has which shards; and, at first, whether those of this host fit in its cache."""
+        if self.sharing is not None:
+            self.sharing.meet(view.keepers, late=view.generation > 1)
+        if view.generation == 1:
+            host = machine().host
+            here = sum(member.host == host for member in view.members)
+            records = self.feed.feed.records
+            make_ready(records, self.held_out, workers=here, fetch="nothing")
+
+    def _fetched_some(self, done: int, total: int) -> None:
+        """Before it has joined; so that nobody thinks it will not come."""
+        self.pulse.progress += 1
+
+    def _measured(self, links: list[tuple[int, float, float]]) -> None:
+        lanes = self.replica.layout.trainable_sizes
+        size = sum(dtype.itemsize * count for dtype, count in lanes.items())
+        self.line.send(Measured(worker=self.orders.worker, links=links, gradient_bytes=size))
+
     def _restored(self, place: Place, step: int | None) -> Place:
         """Begin with a committed step of this run, another run's weights, or the task's own."""
+        if self.world.host > 0:  # the first host's state becomes everybody's
+            return dataclasses.replace(place, fresh=step or 0)
         if step is None:
             if self.orders.start_from is not None:
-                saving.load_weights(self.replica, self.orders.start_from)
+                saving.load_weights(self.replica, self._fetched(self.orders.start_from))
             return dataclasses.replace(place, fresh=0)
-        folder = self.run.step(step)
+        shares = self.orders.shares
+        folder = self.run.step(step) if shares else fetch_step(self.line, self.run, step)
         saving.load_all(self.replica, folder)
         return dataclasses.replace(place, fresh=step, entries=partial(saving.entries_of, folder))
+
+    def _fetched(self, file: str) -> str:
+        """A file of the driver's host, as this one sees it."""
+        if self.orders.shares:
+            return file
+        here = self.run.root / f"start_from-{self.orders.worker}.safetensors"
+        fetch(self.line, file, here)
+        return str(here)
 
     def _meet(self) -> None:
         """Torch's groups wait long for a member who does not come; so first see that all do."""
@@ -247,7 +328,7 @@ class Hand:
         built = comparing.compare(view.built)
         if self.world.leads and view.generation == 1:
             for note in comparing.notes(self.replica, self.task.data, built):
-                self.line.send(Notice(text=note))
+                self.tell(note)
             self.plain = suspects.PlainState(self.replica.model)
 
     # ---- train
@@ -310,7 +391,7 @@ class Hand:
             self.line.send(self.pulse.beat())
             if self.world.leads and self.view.generation == 1:
                 for note in self.plain.changed():
-                    self.line.send(Notice(text=note))
+                    self.tell(note)
 
     def _evaluate_when_due(self, replica: Replica, facts: StepFacts | None = None) -> bool:
         evaluate = self.config.evaluate
@@ -337,7 +418,7 @@ class Hand:
     def _save(self, replica: Replica) -> None:
         self.moment("save")
         contents: list[Content] = []
-        if self.world.leads or self.orders.collective == "shared":
+        if self.world.host == 0:
             contents.append(saving.optimizer_part(self.orders.worker, self.sync.optimizer))
         if self.world.leads:
             contents += saving.common_part(replica)
@@ -378,6 +459,7 @@ class Hand:
         if wanted and self.scored_at != self.replica.step:
             self._evaluate(self.replica)
         self.line.send(self.pulse.beat())
+        strategies.leave(self.orders.collective)  # first: who has left may be killed
         self.line.send(
             Left(
                 worker=self.orders.worker,

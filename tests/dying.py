@@ -21,12 +21,14 @@ class Died(BaseException):
 
 
 Do = Callable[[], object]
+Store = Callable[[Do, Do], None]
+"""Does the first; or, when it is time to die, the second and no more."""
 
 
 class Frail(np.ndarray[Any, Any]):
     """Numbers in shared memory, while their writer is about to die."""
 
-    store: Callable[[Do, Do], None]
+    store: Store
 
     def __array_finalize__(self, whole: Any) -> None:
         if hasattr(whole, "store"):
@@ -53,19 +55,33 @@ class Death:
     """In the middle of that store, or just before it."""
 
     @contextmanager
-    def strikes(self, keep: Keep, noise: Any = None) -> Generator[list[Died]]:
-        """Within this, somebody dies. What it leaves behind is what it had stored until then."""
+    def strikes(
+        self,
+        keep: Keep,
+        noise: Any = None,
+        *,
+        among: Callable[[], bool] = lambda: True,
+        told: "list[Store] | None" = None,
+    ) -> Generator[list[Died]]:
+        """Within this, somebody dies. What it leaves behind is what it had stored until then.
+
+        `among` says whether the calling thread is one of those that die. `told` is given the way to
+        make other things than stores deadly.
+        """
         deaths: list[Died] = []
         stores = 0
         copy, bare_step = torch.Tensor.copy_, getattr(SharedOut, "_bare_step")  # noqa: B009
 
         def store(all: Do, half: Do) -> None:
             nonlocal stores
+            if not among():
+                all()
+                return
             stores += 1
             if self.nth is None or stores <= self.nth:
                 all()
                 return
-            if self.halfway:
+            if self.halfway and stores == self.nth + 1:
                 half()
             raise Died
 
@@ -86,7 +102,9 @@ class Death:
             raise Died
 
         with pytest.MonkeyPatch.context() as patch:
-            for name in ("done", "_heads"):
+            if told is not None:
+                told.append(store)
+            for name in ("done", "_heads", "summed"):
                 frail = getattr(keep, name).view(Frail)
                 frail.store = store
                 patch.setattr(keep, name, frail)

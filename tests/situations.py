@@ -7,6 +7,7 @@ from manyhands.launch.agent import Exit
 from manyhands.launch.decisions import (
     Break,
     Decision,
+    Drop,
     Fence,
     Finish,
     GiveUp,
@@ -15,7 +16,7 @@ from manyhands.launch.decisions import (
     Start,
     Wait,
 )
-from manyhands.launch.membership import decide
+from manyhands.launch.membership import decide, redealt
 from manyhands.launch.messages import Left, Member, Trouble, View
 from manyhands.launch.situation import Phase, Situation, Worker
 
@@ -65,7 +66,7 @@ def now(*places: Place, of: tuple[int, ...] | View | None = None, **facts: Any) 
     current = of if isinstance(of, View) else view(*of) if of else None
     quiet = not facts.get("broken") and not facts.get("halted")
     begun = {"begun": current is not None, "running": current is not None and quiet}
-    facts = {"wanted": 3, **begun, **facts}
+    facts = {"wanted": 3, "held": frozenset({""}), **begun, **facts}
     return Situation(workers=workers, view=current, **facts)
 
 
@@ -78,17 +79,22 @@ def apply(now: Situation, decision: Decision) -> None:
                 now.workers[number] = STARTING(number)
         case Fence(worker=worker, because=because):
             now.workers[worker].fenced = because
+        case Drop(at=at, because=because):
+            for member in now.workers.values():
+                if member.at == at and member.alive:
+                    member.fenced = because
         case Break(because=because, cause=cause):
             now.broken, now.running = because, False
             now.losses += cause is not None
         case Halt(because=because, speeds=speeds):
+            now.redealt = redealt(now) if speeds else now.redealt
             now.halted, now.running, now.better = because, False, speeds
             now.halts += 1
         case IssueView(view=issued):
             for worker in now.workers.values():
                 if worker.alive and worker.phase in ("ready", "waiting"):
                     worker.phase = "left" if issued.rank_of(worker.number) is None else "in"
-                    worker.broken, worker.phase_s = False, 0.0
+                    worker.broken, worker.lost, worker.phase_s = False, frozenset(), 0.0
             now.view, now.running = issued, False
             now.broken = now.halted = now.audit = None
             now.better = ()
@@ -114,6 +120,8 @@ def said(decision: Decision) -> str:
             return f"start {count}"
         case Fence(worker=worker, because=because):
             return f"fence {worker}: {because}"
+        case Drop(at=at, because=because):
+            return f"drop {at}: {because}"
         case Break(because=because):
             return f"break: {because}"
         case Halt(because=because):

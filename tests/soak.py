@@ -29,7 +29,8 @@ from torch.nn import functional as F
 from manyhands import ledger
 from manyhands.errors import RequestError
 from manyhands.launch.control import Change, Continue, Pause, Scale, ask
-from manyhands.launch.launchers import Launcher, open_launcher
+from manyhands.launch.engines import open_engine
+from manyhands.launch.launchers import Launcher
 from manyhands.monitor.status import status
 from manyhands.proof import check
 from manyhands.run import train
@@ -265,7 +266,7 @@ def run_round(chosen: Round, launcher: Launcher, folder: Path) -> Done:
 
 def soak(seconds: float, first_seed: int, *, rounds: int | None = None) -> int:
     """Round after round; returns how many failed."""
-    launcher, failed, count = open_launcher("local"), 0, 0
+    launcher, failed, count = open_engine("local"), 0, 0
     deadline = time.monotonic() + seconds
     try:
         while time.monotonic() < deadline and (rounds is None or count < rounds):

@@ -138,7 +138,7 @@ class OwnOptimizer(torch.optim.SGD):
 
 
 def one_cycle(optimizer: torch.optim.Optimizer) -> Any:
-    return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=60)
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=400)
 
 
 def make(kind: str) -> mh.Task:

@@ -45,7 +45,7 @@ def manyhands(
     from manyhands.cli import commands
 
     @contextmanager
-    def warm(engine: str, quiet: bool):
+    def warm(engine: str, quiet: bool, wish: object = None):
         yield launcher
         launcher.stop()
 
@@ -116,6 +116,11 @@ BAD = {
     ),
     "too many workers": (["--workers", 99], "Use --workers 8"),
     "no workers": (["--workers", 0], "at least 1"),
+    "no time": (["--finish-by", "tea time"], "--finish-by tea time: not a time"),
+    "a time that is past": (["--finish-by", "2020-01-01T08:00"], "is in the past"),
+    "no speed": (["--samples-per-second", 0], "must be above 0"),
+    "two wishes": (["--samples-per-second", 1, "--finish-by", "2h"], "give one of them"),
+    "no choice": (["--samples-per-second", 1, "--workers", 2], "(--workers 1:2)"),
     "weights that are not there": (["--set", "train.start_from=nowhere"], "neither a run folder"),
 }
 
@@ -285,7 +290,8 @@ def test_the_commands_are_these() -> None:
     found = {c.name or c.callback.__name__ for c in app.registered_commands if c.callback}
     assert found == {
         "prepare", "data", "train", "resume", "demo", "evaluate", "fingerprint", "status", "runs",
-        "scale", "set", "pause", "continue", "stop", "ledger", "replay", "audit",
+        "scale", "set", "pause", "continue", "stop",
+        "worker", "doctor", "ledger", "replay", "audit",
     }  # fmt: skip
 
 

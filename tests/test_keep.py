@@ -307,17 +307,17 @@ def test_a_note_that_was_being_written_leaves_the_older_one(
     keep: Keep, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert keep.get_note() is None
-    keep.put_note(1, 4, b"first")
-    keep.put_note(2, 7, b"the second, which is longer")
+    keep.put_note(4, b"first")
+    keep.put_note(7, b"the second, which is longer")
     assert keep.get_note() == (7, b"the second, which is longer")
     with monkeypatch.context() as patch, suppress(Died):
         patch.setattr(FrailMemory, "dies", True)
-        keep.put_note(3, 9, b"third")
+        keep.put_note(9, b"third")
     assert keep.get_note() == (7, b"the second, which is longer")
-    keep.put_note(3, 9, b"third")
+    keep.put_note(9, b"third")
     assert keep.get_note() == (9, b"third")
     with pytest.raises(OptimizerRefused, match="too much"):
-        keep.put_note(4, 9, bytes(1 << 24))
+        keep.put_note(9, bytes(1 << 24))
     keep.reset(0)
     assert keep.get_note() is None
 

@@ -214,7 +214,7 @@ def test_as_many_workers_as_there_is_room_for(
     launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cores = [2]
-    monkeypatch.setattr("manyhands.run.usable_cores", lambda: cores[0])
+    monkeypatch.setattr("manyhands.staffing.usable_cores", lambda: cores[0])
     with going(launcher, tmp_path / "run", steps=LONG, workers="1:3") as run:
         for wanted in (3, 1):
             cores[0] = wanted if wanted > 1 else 0

@@ -8,8 +8,8 @@ import pytest
 from manyhands.launch.agent import Exit
 from manyhands.launch.audit import judge
 from manyhands.launch.causes import GRACE_S
-from manyhands.launch.decisions import Break, GiveUp, IssueView
-from manyhands.launch.membership import UNEVEN, suspicious
+from manyhands.launch.decisions import Break, GiveUp, Halt, IssueView
+from manyhands.launch.membership import UNEVEN, decide, patience_s, redealt, suspicious
 from manyhands.launch.messages import View
 from manyhands.launch.situation import Situation, Worker
 from manyhands.verdict import Cause
@@ -19,6 +19,7 @@ from tests.situations import (
     STARTING,
     WAITING,
     Place,
+    apply,
     decisions,
     done,
     ended,
@@ -38,6 +39,12 @@ SYMPTOM, ALONE = w("ready", broken=True), w("ready", broken=True, phase_s=GRACE_
 FAST, SLOW = w("in", micro_batch_s=0.1), w("in", micro_batch_s=0.3)
 FAILED_1, FAILED_2 = trouble(1, micro_batch=4, records=[7, 8]), trouble(2, micro_batch=4)
 FAILED = w("gone", trouble=FAILED_1)
+# On host a, b and c: connections have failed, though both live, or one is mute since then.
+CUT, HALF = w("ready", broken=True, lost=frozenset("b"), at="a", phase_s=1.0), w("in", at="b")
+MUTE = w("in", at="b", host_silent_s=1.5)
+LOST = w("ready", broken=True, lost=frozenset("ab"), at="c", phase_s=1.0)
+LATE = w("ready", broken=True, held=False, at="a")
+HOSTS: dict[str, Any] = {"capacity": 3, "held": frozenset[str]()}
 LONG: dict[str, Any] = {"micro_batches": 12, "measured_s": 9.0}
 
 # fmt: off
@@ -76,9 +83,9 @@ TABLE: list[tuple[str, Situation, list[str]]] = [
     ("all are killed", now(GONE, GONE, GONE), ["start 3", "break: rank 0 is gone"]),
     ("newcomers are waited for", now(GONE, GONE, WAITING, STARTING, wanted=2, broken=BROKEN), []),
     ("state has outlived them", now(GONE, WAITING, wanted=1, broken=BROKEN), ["view 2 of 1: rank"]),
-    ("state has gone too", now(GONE, WAITING, wanted=1, broken="-", outlives=False, restore=40),
+    ("state has gone too", now(GONE, WAITING, wanted=1, broken="-", held=frozenset(), restore=40),
      ["view 2 of 1 fresh from 40: -"]),
-    ("... but not with all of them", now(GONE, READY, wanted=1, broken=BROKEN, outlives=False),
+    ("... but not with all of them", now(GONE, READY, wanted=1, broken=BROKEN, held=frozenset()),
      ["view 2 of 1: rank"]),
     ("it had not begun", now(GONE, WAITING, wanted=1, broken=BROKEN, begun=False),
      ["view 2 of 1 fresh from None"]),
@@ -134,6 +141,20 @@ TABLE: list[tuple[str, Situation, list[str]]] = [
     ("nobody ever came up", now(GONE, GONE, GONE, of=(), failed_starts=3), ["give up on 0"]),
     ("no more come up", now(IN, GONE, of=(0,), failed_starts=3), []),
     ("... and the last one dies", now(GONE, GONE, of=(0,), failed_starts=3), ["give up on 0"]),
+    ("... but it was done before", now(done, GONE, of=(0,), failed_starts=3), ["finish as 0 did"]),
+    # ---- hosts
+    ("two hosts have lost each other", now(IN, CUT, HALF, **HOSTS), ["drop b: a and b both answer"]),
+    ("... and one does not answer since", now(IN, CUT, MUTE, **HOSTS), ["drop b: b does not answer"]),
+    ("... but that was just now", now(IN, w("ready", broken=True, lost=frozenset("b"), at="a"),
+     HALF, **HOSTS), []),
+    ("one cannot reach anybody", now(w("in", at="a"), w("in", at="b"), LOST, **HOSTS),
+     ["drop c: a and c both answer"]),
+    ("a newcomer's host was cut off from the only one with the state",
+     now(LATE, killed(at="b"), STARTING, of=(0, 1), broken=BROKEN, **HOSTS),
+     ["fence 0: nobody holds the state"]),
+    ("... which is in the memory of a host whose next worker is coming",
+     now(LATE, killed(at="b"), w("starting", at="b"), of=(0, 1), broken=BROKEN,
+         **{**HOSTS, "held": frozenset("b")}), []),
     # ---- joining and leaving
     ("a worker joins", now(IN, IN, SPARE), ["halt: worker 2 joins"]),
     ("two workers join", now(IN, SPARE, SPARE), ["halt: workers 1, 2 join"]),
@@ -149,7 +170,7 @@ TABLE: list[tuple[str, Situation, list[str]]] = [
     ("it goes", now(READY, GOING, READY, WAITING, halted="-"), ["view 2 of 0, 2, 3: -"]),
     ("the only one goes", now(GOING, STARTING, halted="-", wanted=1), []),
     ("... when another is there", now(GOING, WAITING, halted="-", wanted=1), ["view 2 of 1: -"]),
-    ("... and holds all there is", now(GOING, WAITING, halted="-", wanted=1, outlives=False),
+    ("... and holds all there is", now(GOING, WAITING, halted="-", wanted=1, held=frozenset()),
      ["view 2 of 0, 1: -"]),
     ("fewer are wanted", now(IN, IN, IN, wanted=2), ["halt: 2 workers are wanted"]),
     ("... and fewer remain", now(READY, READY, READY, wanted=2, halted="-"), ["view 2 of 0, 1: -"]),
@@ -180,6 +201,9 @@ TABLE: list[tuple[str, Situation, list[str]]] = [
     ("... too early to tell", now(FAST, SLOW, FAST, micro_batches=12, measured_s=1.0), []),
     ("... or it is not to matter", now(FAST, SLOW, FAST, **LONG, rebalance=False), []),
     ("... and one is not measured", now(FAST, SLOW, IN, **LONG), []),
+    ("... as after every deal", now(FAST, SLOW, FAST, **LONG, redealt=((0, 1, 2), 3)), []),
+    ("... who were others", now(FAST, SLOW, FAST, **LONG, redealt=((0, 1, 3), 3)),
+     [f"halt: {UNEVEN}"]),
     ("... and is dealt less", now(FAST, SLOW, of=view(0, 1, speeds=[1.0, 0.35]), wanted=2, **LONG),
      []),
     # ---- the end
@@ -290,6 +314,38 @@ def test_speeds_are_those_measured_and_a_newcomer_counts_as_average() -> None:
     assert (
         issued(now(fast, slow, GONE, WAITING, broken=BROKEN, rebalance=False)).speeds == [1.0] * 3
     )
+
+
+def waits(measured: list[float]) -> list[float]:
+    """When members who are never equally fast are dealt anew, if each deal is looked at so often
+    (in seconds, after it began)."""
+    situation, dealt = now(FAST, SLOW, FAST, micro_batches=12), list[float]()
+    for _ in range(8):
+        for situation.measured_s in measured:
+            if isinstance(decision := decide(situation), Halt):
+                dealt.append(situation.measured_s)
+                apply(situation, decision)
+                situation.halted, situation.better, situation.running = None, (), True
+                break
+    return dealt
+
+
+def test_dealing_anew_in_vain_calms_down() -> None:
+    tenths = [k / 10 for k in range(1000)]
+    assert waits(tenths) == [2, 4, 8, 16, 32, 60, 60, 60]
+    assert waits([122.0]) == [122.0] * 8, "these had lasted"
+
+
+def test_a_deal_that_lasted_or_other_members_make_it_attentive_again() -> None:
+    uneven = now(FAST, SLOW, FAST, micro_batches=12, redealt=((0, 1, 2), 9))
+    assert patience_s(uneven) == 60
+    uneven.measured_s = 119.0
+    assert redealt(uneven) == ((0, 1, 2), 10)
+    uneven.measured_s = 121.0
+    assert redealt(uneven) == ((0, 1, 2), 1)
+    others = now(FAST, GONE, FAST, SLOW, of=(0, 2, 3), redealt=((0, 1, 2), 9))
+    assert patience_s(others) == 2
+    assert redealt(others) == ((0, 2, 3), 1)
 
 
 @pytest.mark.parametrize(

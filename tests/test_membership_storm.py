@@ -32,7 +32,8 @@ class Storm(RuleBasedStateMachine):
         rounds=st.integers(0, 1),
     )
     def begin_the_run(self, wanted: int, least: int, outlives: bool, rounds: int) -> None:
-        self.now = Situation(wanted=wanted, least=min(least, wanted), outlives=outlives)
+        held = frozenset({""}) if outlives else frozenset[str]()
+        self.now = Situation(wanted=wanted, least=min(least, wanted), held=held)
         self.health: dict[int, str] = {}
         """Of each process: well, hung (says nothing), looping (gets nothing done), dead."""
         self.codes: dict[int, int] = {}
@@ -85,7 +86,7 @@ class Storm(RuleBasedStateMachine):
         assert survivors == [n for n in before if n in survivors], "in their old order"
         if now.begun:
             holders = [w for w in now.workers.values() if w.alive and w.phase == "ready"]
-            assert view.fresh == (not now.outlives and not holders)
+            assert view.fresh == (not now.held and not holders)
         assert view.stop == now.stop and view.changes == now.changes
 
     def must_be_justified(self, end: Finish | GiveUp) -> None:

@@ -21,10 +21,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 import manyhands as mh
+from manyhands.credentials import Credentials
 from manyhands.data.encode.encoders import Encoders
 from manyhands.data.formats import read_table
 from manyhands.data.hosts.cache import Cache
-from manyhands.data.hosts.peers import Credentials, ShardServer
+from manyhands.data.hosts.peers import ShardServer
 from manyhands.data.hosts.placement import Host, place
 from manyhands.data.hosts.transfer import Direct, Peer, Peers, Replicate
 from manyhands.data.manifest import read_manifest
@@ -519,7 +520,7 @@ def test_any_placement_and_transfer_gives_the_same_bits(
     folder = tmp_path / "data"
     made = mh.prepare([source], folder, label="income", workers=1, shard_size="5kB")
     shards = [shard for split in made.splits.values() for shard in split.shards]
-    secret = Credentials.of(b"only holders of this may ask")
+    secret = Credentials.of(b"only holders of this may ask....", "shards")
     placement = place(shards, [Host("a"), Host("b")], policy)
     servers: dict[str, ShardServer] = {}
     try:
@@ -529,7 +530,7 @@ def test_any_placement_and_transfer_gives_the_same_bits(
                 if host in placement.holders(shard.file):
                     kept.hold(shard, lambda file, s=shard: copy_into(folder / s.file, file))
                     kept.release(shard)
-            servers[host] = ShardServer(kept, made, secret)
+            servers[host] = ShardServer(kept, shards, secret)
         addresses = {host: server.address for host, server in servers.items()}
         peers = Peers(placement, addresses, secret, here="c")
         transfers = {

@@ -295,9 +295,9 @@ def test_losses_without_progress_end_the_run(go: Go) -> None:
 
 def test_the_agent_itself_is_killed(tmp_path: Path, calm: Callable[..., str]) -> None:
     """Its workers die with it, the driver holds the memory, and another agent takes over."""
-    from manyhands.launch.launchers import open_launcher
+    from manyhands.launch.engines import open_engine
 
-    local = open_launcher("local")
+    local = open_engine("local")
     killed: list[int] = []
 
     def kill(event: events.Stepped) -> None:

@@ -18,13 +18,14 @@ import torch
 from typer.testing import CliRunner
 
 import manyhands as mh
+from manyhands import folding
 from manyhands.cli.commands import app
 from manyhands.config import DataConfig
 from manyhands.data.hosts import fetching
 from manyhands.data.hosts.cache import Cache
 from manyhands.data.hosts.fetching import open_cache, shown_when_slow
 from manyhands.data.hosts.remote_folder import RemoteFolder, folder_of
-from manyhands.data.hosts.transfer import Direct, Replicate
+from manyhands.data.hosts.transfer import Direct, Peer, Replicate
 from manyhands.data.manifest import Manifest, read_manifest, write_manifest
 from manyhands.data.prepare.looking import overview, verified
 from manyhands.data.prepared import Prepared
@@ -182,6 +183,15 @@ def test_folds_and_other_held_out_data_behind_urls(
     assert train.batch(np.asarray([9]))["_id"].tolist() == [10]
     assert isinstance(train, Prepared)
     train.close()
+    for data in (web.url("folds"), str(folder.parent / "folds")):
+        task = folder.parent / "task.py"
+        task.write_text(
+            "import manyhands as mh, torch\n"
+            f"task = mh.Task(data={data!r}, loss=lambda model, batch: 0,\n"
+            "    model=lambda: torch.nn.Linear(1, 1),\n"
+            "    optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1))\n"
+        )
+        assert folding._folds_of(task) == 2
 
 
 # ---- settings
@@ -214,7 +224,8 @@ def test_what_cannot_be_a_cache_is_named(web: Web, folder: Path, tmp_path: Path)
 
 
 def test_settings_choose_the_transfer(web: Web, settings: DataConfig) -> None:
-    for name, kind in (("auto", Direct), ("direct", Direct), ("replicate", Replicate)):
+    kinds = {"auto": Direct, "direct": Direct, "peer": Peer, "replicate": Replicate}
+    for name, kind in kinds.items():
         chosen = msgspec.convert({"cache": settings.cache, "transfer": name}, DataConfig)
         train, held = open_data(web.url("clicks"), None, chosen)
         assert isinstance(train, Prepared) and isinstance(held, Prepared)

@@ -1,12 +1,25 @@
 """Tasks on their way to workers: everything arrives, whatever it is made of."""
 
+import os
+import shlex
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 import manyhands as mh
+from manyhands.credentials import write_token
+from manyhands.errors import RequestError
+from manyhands.launch import baggage
+from manyhands.launch.cluster import Cluster
+from manyhands.launch.engines import open_engine
 from manyhands.launch.launchers import Launcher
+from manyhands.launch.recruiting import Wish
+from manyhands.testing.namespaces import why_not
 
 SIBLING = "import torch\ndef loss(m, b):\n    return ((m(b['x'])[:, 0] - b['y']) ** 2).mean()\n"
 TASK = """
@@ -86,3 +99,79 @@ def test_many_arrays_arrive(launcher: Launcher, tmp_path: Path) -> None:
         launcher=launcher,
     )
     assert report.step == 4
+
+
+# ---- to another host
+
+AWAY = """
+import torch, manyhands as mh
+from pathlib import Path
+from sibling_of_the_task import loss
+import aunt_of_the_task
+x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+def scaled(model, batch):
+    scale = float(Path("shipped/scale.txt").read_text())
+    return loss(model, batch) * scale * aunt_of_the_task.one()
+task = mh.Task(
+    model=lambda: torch.nn.Linear(4, 1),
+    loss=scaled,
+    optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
+    data={'x': x, 'y': x.sum(1)},
+)
+"""
+
+
+def test_modules_beside_the_task_and_shipped_files_arrive_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if why_not():
+        pytest.skip(f"hiding folders: {why_not()}")
+    home, away = tmp_path / "home", tmp_path / "away"
+    for folder in (home / "shipped", away):
+        folder.mkdir(parents=True)
+    (home / "sibling_of_the_task.py").write_text(SIBLING)
+    (home / "aunt_of_the_task.py").write_text("from math import tau\ndef one():\n    return 1.0\n")
+    (home / "shipped" / "scale.txt").write_text("0.5")
+    (home / "task.py").write_text(AWAY)
+    monkeypatch.chdir(home)
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p != str(home)])
+    for name in ("sibling_of_the_task", "aunt_of_the_task"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    how: dict[str, Any] = {"workers": 1, "settings": ["train.batch=16"], "quiet": True}
+    here = mh.train("task.py", to=tmp_path / "here", **how)
+    wish = Wish(hosts="here:0", listen="127.0.0.1", ship=(Path("shipped"),))
+    hands = open_engine("local", wish)
+    assert isinstance(hands, Cluster)
+    write_token(tmp_path / "token", hands.listening.secret)
+    join = [sys.executable, "-m", "manyhands", "worker", "--slots", "1"]
+    join += ["--join", f"127.0.0.1:{hands.gate.port}", "--token-file", str(tmp_path / "token")]
+    hidden = f"mount -t tmpfs none {home}; exec {shlex.join(join)}"
+    environment = {**os.environ, "TMPDIR": str(away)}
+    porter = subprocess.Popen(["unshare", "-m", "sh", "-c", hidden], cwd=away, env=environment)
+    try:
+        there = mh.train("task.py", to=tmp_path / "there", launcher=hands, **how)
+        assert there.fingerprint == here.fingerprint
+    finally:
+        hands.close()
+        assert porter.wait(30) == 0
+    assert list(away.iterdir()) == []
+
+
+def test_what_cannot_be_shipped_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RequestError, match=r"--ship nowhere: there is no such"):
+        open_engine("local", Wish(ship=(Path("nowhere"),)))
+    for folder in ("in", "out"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "same.txt").write_text("x" * 100)
+    fd = os.memfd_create("test")
+    try:
+        monkeypatch.chdir(tmp_path / "in")
+        with pytest.raises(RequestError, match="the same name"):
+            baggage.pack_files([Path("same.txt"), Path("../out/same.txt")], fd, 0)
+        monkeypatch.setattr(baggage, "MOST_BYTES", 99)
+        with pytest.raises(RequestError, match="too much to send to every host"):
+            baggage.pack_files([Path("same.txt")], fd, 0)
+        assert baggage.pack_files([], fd, 7) == 7
+    finally:
+        os.close(fd)

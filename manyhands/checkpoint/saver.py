@@ -8,13 +8,14 @@ go of the GIL. A second save waits until the first is written, so memory stays b
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from manyhands.checkpoint.storage import Buffer, FileRecord, Storage
+from manyhands.checkpoint.storage import Buffer, FileRecord
 from manyhands.checkpoint.tensors import encode
 
 
@@ -30,12 +31,18 @@ class Content:
 Written = Callable[[int, int, dict[str, FileRecord], float], None]
 
 
+class Putting(Protocol):
+    """All that a saver needs of a Storage."""
+
+    def put(self, step: int, attempt: int, name: str, chunks: Iterable[Buffer]) -> FileRecord: ...
+
+
 class Saver:
     """One per worker. `written(step, attempt, files, blocked_s)` is called from the writing thread,
     and so is `progress`, with every piece that has been written."""
 
     def __init__(
-        self, storage: Storage, written: Written, progress: Callable[[], None] = lambda: None
+        self, storage: Putting, written: Written, progress: Callable[[], None] = lambda: None
     ) -> None:
         self.storage, self.written, self.progress = storage, written, progress
         self._copies: dict[tuple[str, str], Tensor] = {}

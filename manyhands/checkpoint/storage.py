@@ -88,6 +88,25 @@ class Folder:
             os.fsync(file.fileno())
         return FileRecord(size, digest.hexdigest())
 
+    def write_at(self, step: int, attempt: int, name: str, offset: int, data: Buffer) -> None:
+        """A piece of what `put` would have written; `settle` makes the file durable."""
+        folder = self._draft(step, attempt)
+        folder.mkdir(exist_ok=True)
+        with open(self._inside(folder, name), "r+b" if offset else "wb", buffering=0) as file:
+            file.seek(offset)
+            view = memoryview(data)
+            while view:
+                view = view[file.write(view) :]
+
+    def settle(self, step: int, attempt: int, name: str) -> None:
+        with open(self._inside(self._draft(step, attempt), name), "ab") as file:
+            os.fsync(file.fileno())
+
+    def _inside(self, folder: Path, name: str) -> Path:
+        if not re.fullmatch(r"[\w.-]+", name) or name.startswith("."):
+            raise CheckpointDamaged(f"'{name}' is no name for a file of a step")
+        return folder / name
+
     def commit(self, manifest: Manifest) -> None:
         draft = self._draft(manifest.step, manifest.attempt)
         final = self.run.step(manifest.step)

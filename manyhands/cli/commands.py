@@ -16,6 +16,17 @@ from rich.console import Console
 from rich.table import Table
 
 from manyhands.cli import datasets, live
+from manyhands.cli import hosts as hosts_commands
+from manyhands.cli.hosts import (
+    Hosts,
+    Listen,
+    RayTokenFile,
+    Ship,
+    Spread,
+    Ssh,
+    TokenFile,
+    WorkerResources,
+)
 from manyhands.errors import ManyhandsError, RequestError, RunFailed
 from manyhands.rundir import RunDir, new_run_path, open_run, runs_under
 from manyhands.task import user_traceback
@@ -23,6 +34,7 @@ from manyhands.version import VERSION
 
 if TYPE_CHECKING:
     from manyhands.launch.launchers import Launcher
+    from manyhands.launch.recruiting import Wish
     from manyhands.report import Report
 
 app = typer.Typer(
@@ -45,6 +57,14 @@ Workers = Annotated[
         "Left out: cores, or fewer if less to do.",
     ),
 ]
+SamplesPerSecond = Annotated[
+    float | None,
+    typer.Option(metavar="SPEED", help="As many workers, within --workers, as that takes."),
+]
+FinishBy = Annotated[
+    str | None,
+    typer.Option(metavar="18:30, 2h or DATE", help="... as it takes to be done by then."),
+]
 Set = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="section.key=value", help="Change a setting. Repeatable."),
@@ -52,12 +72,17 @@ Set = Annotated[
 QuietFlag = Annotated[bool, typer.Option("--quiet", "-q", help="Print warnings and errors only.")]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Answer in JSON.")]
 Engine = Annotated[
-    str, typer.Option(help='"local" processes, or "inline": one worker in this process.')
+    str,
+    typer.Option(
+        metavar="local, inline, ray or ray://HOST:PORT",
+        help="Processes of this host; one worker in this process; a Ray of our own, or a cluster.",
+    ),
 ]
 Step = Annotated[int | None, typer.Option(help="A saved step; left out, the newest good one.")]
 
 
 datasets.register(app)
+hosts_commands.register(app)
 live.register(app)
 
 
@@ -76,25 +101,42 @@ def train(
     file: TaskFile,
     to: Annotated[Path | None, typer.Option(help="The run folder; else runs/NAME-TIME.")] = None,
     workers: Workers = None,
+    samples_per_second: SamplesPerSecond = None,
+    finish_by: FinishBy = None,
     fold: Annotated[
         str | None, typer.Option(metavar="I or all", help="Of data with folds: hold out this one.")
     ] = None,
     set: Set = None,
     quiet: QuietFlag = False,
     engine: Engine = "local",
+    hosts: Hosts = None,
+    listen: Listen = None,
+    token_file: TokenFile = None,
+    ssh: Ssh = None,
+    spread: Spread = False,
+    worker_resources: WorkerResources = None,
+    ray_token_file: RayTokenFile = None,
+    ship: Ship = None,
     json: JsonFlag = False,
 ) -> None:
     """Train the task that FILE defines."""
     if fold == "all":
+        if samples_per_second is not None or finish_by is not None:
+            raise RequestError("--fold all trains several runs: it takes no wished speed or time.")
         _train_folds(file, to, workers, set or [], quiet, json)
         return
     if fold is not None:
         set = [*(set or []), f"data.fold={fold}"]
-    with _started_early(engine, quiet or json) as launcher:
+    wish = _wish(
+        hosts, listen, token_file, ssh, spread, worker_resources, ray_token_file, tuple(ship or ())
+    )
+    with _started_early(engine, quiet or json, wish) as launcher:
         report = _run().train(
             file,
             to=to,
             workers=workers,
+            samples_per_second=samples_per_second,
+            finish_by=finish_by,
             settings=set or [],
             quiet=quiet or json,
             launcher=launcher,
@@ -127,17 +169,32 @@ def _train_folds(
 def resume(
     folder: RunFolder,
     workers: Workers = None,
+    samples_per_second: SamplesPerSecond = None,
+    finish_by: FinishBy = None,
     set: Set = None,
     quiet: QuietFlag = False,
     engine: Engine = "local",
+    hosts: Hosts = None,
+    listen: Listen = None,
+    token_file: TokenFile = None,
+    ssh: Ssh = None,
+    spread: Spread = False,
+    worker_resources: WorkerResources = None,
+    ray_token_file: RayTokenFile = None,
+    ship: Ship = None,
     json: JsonFlag = False,
 ) -> None:
     """Continue RUN from its newest good checkpoint, with any number of workers."""
     open_run(folder)
-    with _started_early(engine, quiet or json) as launcher:
+    wish = _wish(
+        hosts, listen, token_file, ssh, spread, worker_resources, ray_token_file, tuple(ship or ())
+    )
+    with _started_early(engine, quiet or json, wish) as launcher:
         report = _run().resume(
             folder,
             workers=workers,
+            samples_per_second=samples_per_second,
+            finish_by=finish_by,
             settings=set or [],
             quiet=quiet or json,
             launcher=launcher,
@@ -178,14 +235,30 @@ def demo(
 
 
 @app.command()
-def evaluate(folder: RunFolder, step: Step = None, json: JsonFlag = False) -> None:
+def evaluate(
+    folder: RunFolder,
+    step: Step = None,
+    engine: Annotated[
+        str,
+        typer.Option(metavar="local, ray or ray://HOST:PORT", help="Here, or by tasks of Ray."),
+    ] = "local",
+    worker_resources: WorkerResources = None,
+    ray_token_file: RayTokenFile = None,
+    json: JsonFlag = False,
+) -> None:
     """Score a saved step of RUN on the held-out records."""
     open_run(folder)
     from manyhands import answers
 
     with _warnings_shown():
         try:
-            scores = answers.evaluate(folder, step=step)
+            scores = answers.evaluate(
+                folder,
+                step=step,
+                engine=engine,
+                worker_resources=worker_resources,
+                ray_token_file=ray_token_file,
+            )
         except (ManyhandsError, OSError):
             raise
         except Exception as error:
@@ -216,6 +289,7 @@ def status(folder: RunFolder, json: JsonFlag = False) -> None:
         print(_json(found))
         return
     workers: Any = found.pop("workers")
+    links: Any = found.pop("links", [])
     hidden = ("pid", "host", "time", "run", "seconds_ago", "verdict")
     shown = {k: v for k, v in found.items() if k not in hidden}
     shown["saved"] = ", ".join(str(s) for s in found["saved"]) or "nothing yet"
@@ -227,6 +301,9 @@ def status(folder: RunFolder, json: JsonFlag = False) -> None:
             numbers = (w["rank"], w["worker"], w["pid"], w["host"], w["step"], w["micro_batches"])
             table.add_row(*(str(n) for n in numbers), f"{w['samples_per_s']:.1f}")
         Console().print(table)
+    if links:
+        print()
+        Console().print(hosts_commands.links_table(links))
     if "verdict" in found:
         print(f"\n{found['verdict']}")
 
@@ -261,17 +338,25 @@ def _row(run: RunDir, status: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def _started_early(engine: str, quiet: bool) -> "Generator[Launcher]":
+def _started_early(engine: str, quiet: bool, wish: "Wish | None" = None) -> "Generator[Launcher]":
     """Start the host agent before importing torch here, so that both import it side by side."""
     if sys.stderr.isatty() and not quiet:
         print("starting …", file=sys.stderr)
-    from manyhands.launch.launchers import open_launcher
+    from manyhands.launch.engines import open_engine
 
-    launcher = open_launcher(engine)
+    launcher = open_engine(engine, wish)
     try:
         yield launcher
     finally:
         launcher.close()
+
+
+def _wish(
+    hosts: str | None, listen: str | None, token_file: Path | None, ssh: str | None, *rest: Any
+) -> "Wish":
+    from manyhands.launch.recruiting import SSH, Wish
+
+    return Wish(hosts, listen, token_file, ssh or SSH, *rest)
 
 
 @contextmanager

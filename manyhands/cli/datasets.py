@@ -2,13 +2,16 @@
 """Commands about data: make a prepared folder of raw records, and look at one."""
 
 import sys
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 import typer
 
-from manyhands.errors import DataDamaged
+from manyhands.cli.hosts import RayTokenFile, WorkerResources
+from manyhands.errors import DataDamaged, DataTaskFailed, ManyhandsError, RunFailed
 
 Many = list[str] | None
 
@@ -23,7 +26,7 @@ def prepare(
         typer.Argument(
             metavar="SOURCE...",
             help="Files, globs, folders or URLs: CSV, TSV, JSON lines, Parquet, Arrow, TFRecord, "
-            "access logs, text, folders of images; gzip and zstd as they are.",
+            "access logs, text, folders of images, IDX; gzip and zstd as they are.",
         ),
     ],
     to: Annotated[Path, typer.Option(help="The folder to make.")],
@@ -74,7 +77,8 @@ def prepare(
         str | None,
         typer.Option(
             "--from",
-            help="csv, tsv, jsonl, parquet, arrow, tfrecord, log, text, images; else found out.",
+            help="csv, tsv, jsonl, parquet, arrow, tfrecord, log, text, images, idx; else found "
+            "out.",
             rich_help_panel=_IN,
         ),
     ] = None,
@@ -117,6 +121,16 @@ def prepare(
         int | None, typer.Option(help="Processes. Left out: cores.", rich_help_panel=_WHO)
     ] = None,
     memory: Annotated[str, typer.Option(help="For each process.", rich_help_panel=_WHO)] = "1GiB",
+    engine: Annotated[
+        str,
+        typer.Option(
+            metavar="local, ray or ray://HOST:PORT",
+            help="Processes of this host, or tasks of Ray.",
+            rich_help_panel=_WHO,
+        ),
+    ] = "local",
+    worker_resources: WorkerResources = None,
+    ray_token_file: RayTokenFile = None,
     restart: Annotated[
         bool, typer.Option(help="Forget an interrupted attempt.", rich_help_panel=_WHO)
     ] = False,
@@ -124,13 +138,16 @@ def prepare(
     json: Annotated[bool, typer.Option("--json", help="Print the manifest's figures.")] = False,
 ) -> None:
     """Turn raw records into a data set: checked, split, encoded, shuffled, in shards."""
-    from manyhands.data.prepare import pipeline
+    from manyhands import preparing
     from manyhands.data.prepare.looking import overview, show
 
-    try:
-        pipeline.prepare(
+    with _told(), _resumable():
+        preparing.prepare(
             sources,
             to,
+            engine=engine,
+            worker_resources=worker_resources,
+            ray_token_file=ray_token_file,
             label=label,
             split=split,
             folds=folds,
@@ -164,34 +181,59 @@ def prepare(
             restart=restart,
             quiet=quiet or json,
         )
-    except KeyboardInterrupt:
-        print("manyhands: interrupted; the same command goes on from here", file=sys.stderr)
-        raise typer.Exit(130) from None
     if json:
         print(_json(overview(to)))
     elif not quiet:
-        show(to, rows=0)
+        show(to, rows=0, notes=False)
 
 
 def data(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A prepared folder.")],
+    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="A prepared folder, or its URL.")],
     verify: Annotated[bool, typer.Option("--verify", help="Check every byte.")] = False,
     rows: Annotated[int, typer.Option(help="How many records to show.")] = 3,
     split: Annotated[str | None, typer.Option(help="Show records of this split.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Answer in JSON.")] = False,
 ) -> None:
     """What a prepared folder holds: schema, statistics, samples; --verify checks every byte."""
+    from manyhands.data.hosts.remote_folder import folder_of
     from manyhands.data.prepare.looking import overview, show, verified
 
-    damage = verified(folder, quiet=json) if verify else []
-    if json:
-        print(_json({**overview(folder), **({"damage": damage} if verify else {})}))
-    elif not verify:
-        show(folder, rows=rows, split=split)
-    if damage:
-        raise DataDamaged("\n".join(damage))
+    here = folder_of(folder)
+    with _told():
+        damage = verified(here, quiet=json) if verify else []
+        if json:
+            print(_json({**overview(here), **({"damage": damage} if verify else {})}))
+        elif not verify:
+            show(here, rows=rows, split=split)
+        if damage:
+            raise DataDamaged("\n".join(damage))
     if verify and not json:
-        print(f"{folder}: every byte is as it was written")
+        print(f"{here}: every byte is as it was written")
+
+
+@contextmanager
+def _resumable() -> Generator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        print("manyhands: interrupted; the same command goes on from here", file=sys.stderr)
+        raise typer.Exit(130) from None
+
+
+@contextmanager
+def _told() -> Generator[None]:
+    """Errors in lines that fit a terminal. Work that crashed, though nothing was wrong with what
+    was asked for, is a run that failed."""
+    from manyhands.data.prepare.wrapping import wrapped
+
+    name = "manyhands: "
+    try:
+        yield
+    except DataTaskFailed as error:
+        raise RunFailed(wrapped(f"{name}{error}")) from error
+    except ManyhandsError as error:
+        error.args = (wrapped(str(error), first=len(name)),)
+        raise
 
 
 def register(app: typer.Typer) -> None:

@@ -27,8 +27,10 @@ from manyhands.errors import TaskError
 from manyhands.task import user_traceback
 
 if TYPE_CHECKING:
-    from manyhands.data.hosts.transfer import Transfer
+    from manyhands.data.hosts.sharing import Sharing
+    from manyhands.data.hosts.transfer import Progress, Transfer
     from manyhands.data.manifest import Listing
+    from manyhands.data.prepared import Prepared
 
 # torch cannot take rows of these.
 _WIDER = {torch.uint16: torch.int32, torch.uint32: torch.int64}
@@ -258,22 +260,45 @@ def open_data(
     return train, kept
 
 
+Fetch = Literal["all", "missing", "nothing"]
+
+
 def make_ready(
-    train: Records, held_out: Records | None, *, workers: int, quiet: bool = False
+    train: Records,
+    held_out: Records | None,
+    *,
+    workers: int,
+    quiet: bool = False,
+    fetch: Fetch = "all",
+    progress: "Progress | None" = None,
 ) -> None:
-    """What is to be here before the first step is fetched; a cache too small is refused.
-
-    The driver calls it, before it starts this many workers on its host."""
-    sharded = [r for r in (train, held_out) if not isinstance(r, Columns | Items | Part | None)]
-    if not sharded:
-        return
-    from manyhands.data.prepared import Prepared  # which is loaded by now
-
-    parts = [r for r in sharded if isinstance(r, Prepared) and r.data.transfer is not None]
-    if parts:
+    """What is to be here before the first step is fetched (of "all", also what is here is checked);
+    a cache too small for this many workers of this host is refused."""
+    if parts := _transferred(train, held_out):
         from manyhands.data.hosts import fetching
 
-        fetching.make_ready(parts, workers=workers, quiet=quiet)
+        fetching.make_ready(parts, workers=workers, quiet=quiet, fetch=fetch, progress=progress)
+
+
+def share(
+    train: Records, held_out: Records | None, settings: DataConfig, secret: bytes, at: str
+) -> "Sharing | None":
+    """Take part in the exchange of shards between hosts, at this address; None: there is none."""
+    if settings.transfer != "peer" or not (parts := _transferred(train, held_out)):
+        return None
+    from manyhands.data.hosts import sharing
+
+    return sharing.share(parts, settings.placement, secret, at)
+
+
+def _transferred(*given: Records | None) -> "list[Prepared]":
+    """Those that do not read a local folder's own files."""
+    sharded = [r for r in given if not isinstance(r, Columns | Items | Part | None)]
+    if not sharded:
+        return []
+    from manyhands.data.prepared import Prepared  # which is loaded by now
+
+    return [r for r in sharded if isinstance(r, Prepared) and r.data.transfer is not None]
 
 
 def _listings() -> Listings:

@@ -32,6 +32,8 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     worker: int
     orders: bytes
     log: str
+    folder: str = ""
+    """Its current directory; left out: the agent's."""
 
 
 class Kill(msgspec.Struct, frozen=True, tag=True):
@@ -49,6 +51,9 @@ class Exit(msgspec.Struct, frozen=True, tag=True):
     worker: int
     pid: int
     code: int
+    host: str = ""
+    lost: str = ""
+    """Its host is gone, as far as anybody can tell: why."""
 
 
 class Unable(msgspec.Struct, frozen=True, tag=True):
@@ -175,6 +180,9 @@ class Agent:
             nothing = os.open(os.devnull, os.O_RDONLY)
             for source, target in ((nothing, 0), (log, 1), (log, 2)):
                 os.dup2(source, target)
+            if order.folder:
+                os.chdir(order.folder)
+                sys.path.insert(0, order.folder)
             code = self.entry(order.orders)
         except BaseException:
             traceback.print_exc()

@@ -5,7 +5,16 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from manyhands import events
-from manyhands.launch.messages import Beat, Left, SavedFile, Settings, View
+from manyhands.launch.messages import (
+    Answer,
+    Beat,
+    Left,
+    ReadFile,
+    SavedFile,
+    Settings,
+    StoreFile,
+    View,
+)
 from manyhands.verdict import Cause
 
 
@@ -19,6 +28,17 @@ class WorkerStatus:
     samples_per_s: float
     micro_batches: int = 0
     """Of a full step, how many are dealt to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Between two hosts, as they measured it."""
+
+    host: str
+    other: str
+    round_trip_s: float
+    bytes_per_s: float
+    """In both directions at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +60,7 @@ class Audience(Protocol):
 
     def event(self, event: events.AnyEvent) -> None: ...
     def beat(self, beat: Beat) -> None: ...
-    def status(self, workers: list[WorkerStatus], doing: str) -> None: ...
+    def status(self, workers: list[WorkerStatus], links: list[Link], doing: str) -> None: ...
 
     def begun(
         self, view: View, step: int, groups: list[dict[str, Any]], schedule: list[str]
@@ -60,6 +80,10 @@ class Audience(Protocol):
 
     def written(self, step: int, attempt: int, files: list[SavedFile], blocked_s: float) -> None:
         """All workers of view `attempt` have written their files of a step."""
+        ...
+
+    def serve(self, message: StoreFile | ReadFile) -> Answer:
+        """Files of the run, for a worker whose host does not see its folder."""
         ...
 
     def objection(self, changes: Settings) -> str | None:

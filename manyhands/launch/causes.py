@@ -51,6 +51,9 @@ def cause_of_loss(now: Situation, worker: Worker) -> Cause:
     else:
         what, advice = _of_code(now, worker.exit.code)
         noticed = "the host agent saw it end"
+    if worker.exit is not None and worker.exit.lost:
+        what, advice = worker.exit.lost, "Look at that host, and at the network between."
+        noticed = "the driver's pings of that host"
     if worker.fenced is not None:
         what, advice = worker.fenced, "It was killed; its log may say what it did."
         noticed = "the supervisor's clock"

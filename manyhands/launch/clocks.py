@@ -28,10 +28,13 @@ class Clocks:
     def heard(self, worker: int) -> None:
         self._of[worker].heard = time.monotonic()
 
-    def beat(self, beat: Beat) -> None:
+    def beat(self, beat: Beat) -> bool:
+        """Whether something was done since the last one."""
         times = self._of[beat.worker]
-        if beat.progress != times.progress[0] or beat.waiting:
+        done = beat.progress != times.progress[0]
+        if done or beat.waiting:
             times.progress = (beat.progress, time.monotonic())
+        return done
 
     def enter(self, worker: Worker, phase: Phase) -> None:
         """A worker is in another phase from now on, and has all its patience before it."""

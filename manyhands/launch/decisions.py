@@ -24,6 +24,14 @@ class Fence:
 
 
 @dataclass(frozen=True, slots=True)
+class Drop:
+    """Give up a host: it lives, but others cannot reach it."""
+
+    at: str
+    because: str
+
+
+@dataclass(frozen=True, slots=True)
 class Break:
     because: str
     cause: Cause | None
@@ -51,4 +59,4 @@ class GiveUp:
     cause: Cause
 
 
-Decision = Wait | Start | Fence | Break | Halt | IssueView | Finish | GiveUp
+Decision = Wait | Start | Fence | Drop | Break | Halt | IssueView | Finish | GiveUp

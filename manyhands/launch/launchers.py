@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -27,7 +28,23 @@ from manyhands.launch.agent import (
 )
 from manyhands.world import Machine, agent_environment, machine
 
-Sign = Started | Exit
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """A host has come or gone."""
+
+    host: str
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class Alarm:
+    """Something that a person should know."""
+
+    text: str
+
+
+Sign = Started | Exit | News | Alarm
 
 WORKER = "manyhands.worker:main"
 """A worker's main, by name: this module knows no story."""
@@ -44,6 +61,25 @@ def create_segments() -> tuple[int, int]:
     return fds
 
 
+@dataclass(frozen=True, slots=True)
+class Berth:
+    """Where a worker is going to be: a host, and what it must know there."""
+
+    at: str
+    """Which of the launcher's hosts; "" is the driver's own."""
+    fds: tuple[int, int]
+    """The memory of that host, as workers there inherit it."""
+    address: str = "127.0.0.1"
+    """Of that host, for workers of other hosts."""
+    driver: str = "127.0.0.1"
+    """Of the driver's host."""
+    run: str | None = None
+    """The run's folder, where that host has another one than the driver."""
+    shares: bool = True
+    """It sees the driver's own folder."""
+    name: str = ""
+
+
 class Launcher(Protocol):
     """Starts workers and says how they ended. Only the supervisor calls it."""
 
@@ -55,12 +91,39 @@ class Launcher(Protocol):
     """When it was constructed: the first thing that a command does."""
     used: bool
     """Whether it has started a worker before."""
+    listens: str
+    """The address at which the supervisor is to be reached by workers."""
+    many: bool
+    """Whether workers may be on several hosts."""
     replaceable: bool
     """Whether a worker can be killed, and another started in its place."""
 
     def inventory(self) -> Machine: ...
 
-    def start(self, worker: int, orders: bytes, log: Path) -> None: ...
+    def reserve(self, least: int, most: int, threads: int) -> None:
+        """So many workers are planned: have room for the least, or raise."""
+        ...
+
+    def capacity(self) -> int | None:
+        """For how many workers there is room at present; None: for as many as are wanted."""
+        ...
+
+    def want(self, workers: int) -> None:
+        """So many are wished for from now on, be there room for them yet or not."""
+        ...
+
+    def load(self, end: int, run: Path, lease_s: float) -> None:
+        """A run begins: so many bytes of the task memory are its task. A host whose hands do not
+        hear of us for `lease_s` stops them."""
+        ...
+
+    def berth(self, worker: int) -> Berth:
+        """Choose where a worker is going to be started."""
+        ...
+
+    def start(self, worker: int, orders: bytes, log: Path) -> None:
+        """At its berth."""
+        ...
 
     def poll(self) -> list[Sign]:
         """What happened since the last call; never blocks. `fileno()` becomes readable before."""
@@ -70,6 +133,14 @@ class Launcher(Protocol):
 
     def kill(self, worker: int) -> None:
         """End one worker, however stuck it is; `poll` tells when it has been seen dead."""
+        ...
+
+    def drop(self, at: str, because: str) -> None:
+        """Give up a host and all workers on it; `poll` tells of their end."""
+        ...
+
+    def silence(self, at: str) -> float:
+        """For how many seconds a host has not answered."""
         ...
 
     def stop(self) -> None:
@@ -89,10 +160,13 @@ class Local:
     """
 
     most_workers: int | None = None
-    replaceable = True
+    listens = "127.0.0.1"
+    many, replaceable = False, True
 
     def __init__(self, entry: str, fds: tuple[int, int]) -> None:
         self.entry, self.fds = entry, fds
+        self.folder = ""
+        """The current directory of workers; "": this process's."""
         self.channel, self.agent = self._start_agent()
         self.alive: dict[int, int] = {}
         self.used = False
@@ -113,10 +187,25 @@ class Local:
     def inventory(self) -> Machine:
         return machine()
 
+    def reserve(self, least: int, most: int, threads: int) -> None:
+        """A host takes as many as are started."""
+
+    def capacity(self) -> int | None:
+        return None
+
+    def want(self, workers: int) -> None:
+        """Nobody brings another host."""
+
+    def load(self, end: int, run: Path, lease_s: float) -> None:
+        """Workers inherit what they need, and die with their agent."""
+
+    def berth(self, worker: int) -> Berth:
+        return Berth(at="", fds=self.fds)
+
     def start(self, worker: int, orders: bytes, log: Path) -> None:
         self.alive[worker], self.used = 0, True
         with suppress(BrokenPipeError, ConnectionResetError):  # poll will tell
-            self.channel.send(encode(Start(worker, orders, str(log.absolute()))))
+            self.channel.send(encode(Start(worker, orders, str(log.absolute()), self.folder)))
 
     def poll(self) -> list[Sign]:
         signs: list[Sign] = []
@@ -155,6 +244,12 @@ class Local:
         with suppress(OSError):
             self.channel.send(encode(Kill(worker)))
 
+    def drop(self, at: str, because: str) -> None:
+        """There is no other host to be cut off from."""
+
+    def silence(self, at: str) -> float:
+        return 0.0
+
     def stop(self) -> None:
         for worker in list(self.alive):
             self.kill(worker)
@@ -162,7 +257,7 @@ class Local:
         while self.alive and time.monotonic() < deadline and self.agent.poll() is None:
             self.poll()
             time.sleep(0.002)
-        _blank(self.fds)
+        blank(self.fds)
 
     def close(self) -> None:
         if self.channel.fileno() < 0:
@@ -184,7 +279,8 @@ class Inline:
     """One worker, in a thread of this process: for debuggers and for places without fork."""
 
     most_workers: int | None = 1
-    replaceable = False
+    listens = "127.0.0.1"
+    many = replaceable = False
 
     def __init__(self, entry: str, fds: tuple[int, int]) -> None:
         module, _, function = entry.partition(":")
@@ -197,6 +293,21 @@ class Inline:
 
     def inventory(self) -> Machine:
         return machine()
+
+    def reserve(self, least: int, most: int, threads: int) -> None:
+        """A host takes as many as are started."""
+
+    def capacity(self) -> int | None:
+        return None
+
+    def want(self, workers: int) -> None:
+        """Nobody brings another host."""
+
+    def load(self, end: int, run: Path, lease_s: float) -> None:
+        """It is this process's own memory."""
+
+    def berth(self, worker: int) -> Berth:
+        return Berth(at="", fds=self.fds)
 
     def start(self, worker: int, orders: bytes, log: Path) -> None:
         assert self._thread is None, "the plan knows most_workers"
@@ -233,13 +344,19 @@ class Inline:
     def kill(self, worker: int) -> None:
         """A thread cannot be killed; nobody asks, because it is not replaceable."""
 
+    def drop(self, at: str, because: str) -> None:
+        """There is no other host to be cut off from."""
+
+    def silence(self, at: str) -> float:
+        return 0.0
+
     def stop(self) -> None:
         if self._thread is not None:
             self._thread.join(5)
             if self._thread.is_alive():  # it cannot be killed; its memory stays its own
                 return
             self._thread = None
-        _blank(self.fds)
+        blank(self.fds)
 
     def close(self) -> None:
         if self._event < 0:
@@ -249,16 +366,6 @@ class Inline:
             for fd in (self._event, *self.fds):
                 os.close(fd)
         self._event = -1
-
-
-ENGINES: dict[str, Callable[[str, tuple[int, int]], Launcher]] = {"local": Local, "inline": Inline}
-
-
-def open_launcher(engine: str) -> Launcher:
-    """A launcher of manyhands' own workers."""
-    if engine not in ENGINES:
-        raise RequestError(f"there is no engine '{engine}'; use {' or '.join(ENGINES)}.")
-    return ENGINES[engine](WORKER, create_segments())
 
 
 def _see_dead(pid: int) -> None:
@@ -274,7 +381,7 @@ def _see_dead(pid: int) -> None:
         time.sleep(0.002)
 
 
-def _blank(fds: tuple[int, int]) -> None:
+def blank(fds: tuple[int, int]) -> None:
     """Forget the contents; pages go back to the system."""
     for fd in fds:
         os.ftruncate(fd, 0)

@@ -13,6 +13,7 @@ notes that it did, and asks again until the answer is Wait. A worker goes throug
 | too many losses without a step between them         | GiveUp                                   |
 | a worker is silent, stuck, or computes wrongly      | Fence: kill it; its Exit must be seen    |
 | fewer workers than wanted                           | Start                                    |
+| two hosts that answer us cannot reach each other    | Drop one of them                         |
 | a member is gone, or cannot go on by itself         | Break: nobody waits for it any more      |
 | Break or Halt was sent, members are still working   | Wait                                     |
 | ... all are ready, but a fenced one has not ended   | Wait: it could still write               |
@@ -23,13 +24,16 @@ notes that it did, and asks again until the answer is Wait. A worker goes throug
 | the deal is uneven, stop or pause is asked for      | and nothing is computed in vain          |
 """
 
+from collections import Counter
 from collections.abc import Iterable
+from itertools import combinations
 
 from manyhands.deal import deal
 from manyhands.launch.causes import GRACE_S, cause_of_loss, cause_of_trouble, may_still_explain
 from manyhands.launch.decisions import (
     Break,
     Decision,
+    Drop,
     Fence,
     Finish,
     GiveUp,
@@ -38,7 +42,7 @@ from manyhands.launch.decisions import (
     Start,
     Wait,
 )
-from manyhands.launch.messages import Left, Member, Trouble, View
+from manyhands.launch.messages import Keeper, Left, Member, Trouble, View
 from manyhands.launch.situation import Situation, Worker
 from manyhands.verdict import Cause
 
@@ -46,17 +50,21 @@ MOST_FAILED_STARTS = 3
 
 
 def decide(now: Situation) -> Decision:
+    if now.view is not None and (leader := _all_left(now)) is not None:
+        return Finish(leader)  # whatever else has gone wrong
     if (cause := _hopeless(now)) is not None:
         return GiveUp(cause)
     if (fence := _to_fence(now)) is not None:
         return fence
     if (count := _lacking(now)) > 0:
         return Start(count)
+    if (drop := _cut_off(now)) is not None:
+        return drop
     if now.broken is None and (lost := _lost(now)) is not None:
         return lost
-    if now.view is not None and (leader := _all_left(now)) is not None:
-        return Finish(leader)
     if now.view is None or now.broken is not None or now.halted is not None:
+        if (fence := _bereft(now)) is not None:
+            return fence
         view = _next_view(now)
         return Wait() if view is None else IssueView(view)
     because = _reason_to_halt(now)
@@ -156,10 +164,47 @@ def _lacking(now: Situation) -> int:
     if ending:  # one is enough to finish what somebody did not
         unfinished = any(w.left is None for w in now.members())
         return 1 if unfinished and not staying else 0
-    return max(0, now.wanted + now.witnesses - len(staying))
+    most = now.wanted + now.witnesses
+    return max(0, (most if now.capacity is None else min(most, now.capacity)) - len(staying))
 
 
 # ---- losses
+
+LINK_S = 0.5
+"""How long to wait for other signs when a connection between two hosts has failed."""
+MUTE_S = 1.0
+"""A host of which nothing was heard for so long since a connection to it failed is gone."""
+
+
+def _cut_off(now: Situation) -> Drop | None:
+    """One of two hosts that have lost their connection to each other: the one that is mute since
+    then, or (both live) the one that has lost more of them; among equals, the one that came last.
+    The driver's own host stays.
+    """
+    members = [w for w in now.members() if w.alive]
+    hosts = {w.at: w for w in reversed(members)}
+    links: set[frozenset[str]] = set()
+    for worker in members:
+        others = [at for at in worker.lost if at in hosts and at != worker.at]
+        if not worker.broken or worker.phase_s < LINK_S:
+            continue
+        for other in sorted(others):
+            # Who has answered since would have told of a worker that died.
+            pair = (worker.at, other)
+            mute = [at for at in pair if hosts[at].host_silent_s >= worker.phase_s]
+            if len(mute) == 1 and worker.phase_s >= MUTE_S:
+                name = hosts[mute[0]].host_name
+                return Drop(mute[0], f"{name} does not answer, and its connections have ended")
+            if not mute:
+                links.add(frozenset(pair))
+    if not links:
+        return None
+    failed = Counter(at for link in links for at in link)
+    order = list(dict.fromkeys(w.at for w in members))
+    worst = max(failed, key=lambda at: (at != "", failed[at], order.index(at)))
+    link = min(sorted(link) for link in links if worst in link)
+    names = " and ".join(sorted(hosts[at].host_name for at in link))
+    return Drop(worst, f"{names} both answer, but do not reach each other")
 
 
 def _lost(now: Situation) -> Break | None:
@@ -202,17 +247,49 @@ def _next_view(now: Situation) -> View | None:
     enough = now.least if not now.witnesses else now.wanted + now.witnesses
     if not staying or (coming and len(survivors) < enough):
         return None
+    if now.capacity is not None and len(staying) < now.least and not now.stop:
+        return None  # hosts that would bring them may still come
     heirs = len(staying)
-    if now.begun and not now.outlives and not survivors:
+    if now.begun and not any(now.holds(w) for w in staying):
+        if any(w.at in now.held for w in coming):
+            return None
         staying = candidates  # only those who go hold the state: once more, to hand it over
-    chosen = sorted(staying, key=lambda w: (w.phase != "ready", now.rank_of(w.number), w.number))
-    return make_view(now, chosen[: now.wanted + now.witnesses + len(staying) - heirs])
+
+    def seniority(worker: Worker) -> tuple[bool, bool, int, int]:
+        ready = worker.phase == "ready"
+        return not now.holds(worker), not ready, now.rank_of(worker.number), worker.number
+
+    chosen = sorted(staying, key=seniority)
+    chosen = chosen[: now.wanted + now.witnesses + len(staying) - heirs]
+    return make_view(now, by_host(chosen))
+
+
+def _bereft(now: Situation) -> Fence | None:
+    """One who was in, when nobody holds the state any more: whoever begins anew must be new."""
+    if not now.begun or any(w.phase == "in" for w in now.workers.values() if w.alive):
+        return None
+    living = [w for w in now.workers.values() if w.alive]
+    if any(now.holds(w) for w in living):
+        return None
+    ready = [w for w in living if w.phase == "ready"]
+    return Fence(ready[0].number, "nobody holds the state any more") if ready else None
+
+
+def by_host(workers: list[Worker]) -> list[Worker]:
+    """Those of one host next to each other; hosts in the order of their first."""
+    hosts = list(dict.fromkeys(w.at for w in workers))
+    return sorted(workers, key=lambda w: hosts.index(w.at))
 
 
 def make_view(now: Situation, chosen: list[Worker]) -> View:
+    """Of these, who are in the order of hosts."""
     generation = now.view.generation + 1 if now.view else 1
-    survivors = [w for w in chosen if w.phase == "ready"]
-    fresh = not now.begun or not (survivors or now.outlives)
+    fresh = not now.begun or not any(now.holds(w) for w in chosen)
+    homes = (
+        [[w] for w in chosen]
+        if now.private
+        else [[w for w in chosen if w.at == at] for at in dict.fromkeys(w.at for w in chosen)]
+    )
     members = [Member(w.number, rank, w.pid, w.host) for rank, w in enumerate(chosen)]
     same = now.view is not None and [m.worker for m in now.view.members] == [
         w.number for w in chosen
@@ -226,6 +303,10 @@ def make_view(now: Situation, chosen: list[Worker]) -> View:
         members=members,
         speeds=speeds,
         because=because,
+        hosts=[len(home) for home in homes],
+        doors=[home[0].door for home in homes],
+        keepers=_keepers(chosen),
+        measure=not now.private and not_measured(now, [home[0].at for home in homes]),
         fresh=fresh,
         restore=now.restore if fresh else None,
         built=[w.built for w in chosen],
@@ -238,6 +319,17 @@ def make_view(now: Situation, chosen: list[Worker]) -> View:
         stop=now.stop,
         audit=None if now.stop else now.audit,
     )
+
+
+def _keepers(chosen: list[Worker]) -> list[Keeper]:
+    """Each cache once, served by the first who can."""
+    serving = [w for w in reversed(chosen) if w.shards]
+    return list({w.cache: Keeper(w.cache, w.host_name, w.shards) for w in serving}.values())
+
+
+def not_measured(now: Situation, hosts: list[str]) -> bool:
+    """Whether nobody knows yet how far two of these are from each other."""
+    return any(frozenset(pair) not in now.measured for pair in combinations(hosts, 2))
 
 
 def _all_here(count: int) -> str:
@@ -279,12 +371,12 @@ def _reason_to_halt(now: Situation) -> str | None:
 
 
 LEAST_GAIN = 1.1
-LEAST_MEASURED_S = 2.0
+LEAST_MEASURED_S, MOST_MEASURED_S = 2.0, 60.0
 
 
 def uneven(now: Situation) -> bool:
     """Whether dealing by measured speeds would make steps at least a tenth quicker."""
-    if now.view is None or now.measured_s < LEAST_MEASURED_S:
+    if now.view is None or now.measured_s < patience_s(now):
         return False
     members = now.members()
     times = [w.micro_batch_s for w in members]
@@ -293,6 +385,22 @@ def uneven(now: Situation) -> bool:
     return deal_time(now.micro_batches, now.view.speeds, times) > LEAST_GAIN * deal_time(
         now.micro_batches, speeds_of(members), times
     )
+
+
+def patience_s(now: Situation) -> float:
+    """How long to measure before the members are dealt anew. Where speeds change all the time, each
+    deal in vain doubles it: the next one would be no better, and costs a view."""
+    members = tuple(w.number for w in now.members())
+    times = now.redealt[1] if now.redealt[0] == members else 0
+    return min(MOST_MEASURED_S, LEAST_MEASURED_S * 2 ** min(times, 10))
+
+
+def redealt(now: Situation) -> tuple[tuple[int, ...], int]:
+    """What to remember when the members are dealt anew. A deal that held for a minute was good."""
+    members = tuple(w.number for w in now.members())
+    held = now.measured_s >= patience_s(now) + MOST_MEASURED_S
+    in_a_row = 0 if held or now.redealt[0] != members else now.redealt[1]
+    return members, in_a_row + 1
 
 
 def deal_time(micro_batches: int, speeds: Iterable[float], times: Iterable[float]) -> float:

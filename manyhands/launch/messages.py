@@ -13,6 +13,8 @@ from typing import Any
 
 import msgspec
 
+from manyhands.world import World
+
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     generation: int = 0
@@ -27,6 +29,15 @@ class Member(msgspec.Struct, frozen=True):
     host: str
 
 
+class Keeper(msgspec.Struct, frozen=True):
+    """A folder of shards that is served to all hosts."""
+
+    cache: str
+    """Hosts that share the folder have the same."""
+    host: str
+    address: str
+
+
 # ---- from a worker
 
 
@@ -37,11 +48,18 @@ class Hello(Message, frozen=True):
     pid: int
     host: str
     built: bytes
+    door: str = ""
+    """Where workers of other hosts reach it."""
+    cache: str = ""
+    """Which folder of shards it serves to other hosts, if it does, ..."""
+    shards: str = ""
+    """... and where."""
 
 
 class Begun(Message, frozen=True):
     """From the leader: the view is in force, after this many steps."""
 
+    worker: int
     step: int
     groups: list[dict[str, Any]]
     """The optimizer's hyper-parameters, as far as they are plain."""
@@ -57,9 +75,11 @@ class Ready(Message, frozen=True):
     broken: bool
     """It could not go on by itself."""
     held: bool = False
-    """It has seen the state whole: there is something to go on from."""
+    """The state is whole in its memory: there is something to go on from."""
     differs: tuple[int, int] | None = None
     """Workers do not agree on this micro-batch (step, index)."""
+    lost: list[int] = []
+    """Hosts, by their number in the view, to which its connection failed."""
 
 
 class Leaving(Message, frozen=True):
@@ -77,6 +97,15 @@ class StepRecord(msgspec.Struct, frozen=True):
     lr: float
     records: int
     numbers: dict[str, float] = {}
+
+
+class Measured(Message, frozen=True):
+    """From those who speak for their hosts: how far the others are."""
+
+    worker: int
+    links: list[tuple[int, float, float]]
+    """Host by its number in the view, seconds there and back, bytes per second each way."""
+    gradient_bytes: int
 
 
 class Beat(Message, frozen=True):
@@ -113,6 +142,7 @@ class Part(Message, frozen=True):
 class Scored(Message, frozen=True):
     """From the leader: held-out scores. Every worker then waits for Reply `round`."""
 
+    worker: int
     step: int
     round: str
     scores: dict[str, float]
@@ -132,6 +162,29 @@ class Written(Message, frozen=True):
     attempt: int
     files: list[SavedFile]
     blocked_s: float
+
+
+class StoreFile(Message, frozen=True):
+    """A piece of a file of a step, from a host that does not see the run's folder."""
+
+    worker: int
+    number: int
+    step: int
+    attempt: int
+    name: str
+    offset: int
+    data: bytes
+    last: bool
+
+
+class ReadFile(Message, frozen=True):
+    """A piece of a file of the run is wanted, on a host that does not see its folder."""
+
+    worker: int
+    number: int
+    path: str
+    offset: int
+    size: int
 
 
 class Trouble(Message, frozen=True):
@@ -167,6 +220,7 @@ class Testimony(Message, frozen=True):
 class Notice(Message, frozen=True):
     """Something a person should know that does not stop the run."""
 
+    worker: int
     text: str
 
 
@@ -192,6 +246,14 @@ class View(Message, frozen=True):
     members: list[Member]
     speeds: list[float]
     because: str
+    hosts: list[int] = []
+    """How many members share the memory of each host, in the order of ranks; empty: all do."""
+    doors: list[str] = []
+    """Where each host is reached by the others."""
+    keepers: list[Keeper] = []
+    """Where shards of prepared data are to be had."""
+    measure: bool = False
+    """Hosts first measure the network between them, and say Measured."""
     fresh: bool = False
     """Begin from the task or a checkpoint; otherwise go on from what members hold."""
     restore: int | None = None
@@ -219,6 +281,9 @@ class View(Message, frozen=True):
     def rank_of(self, worker: int) -> int | None:
         return next((m.rank for m in self.members if m.worker == worker), None)
 
+    def world_of(self, rank: int) -> World:
+        return World(rank, len(self.members), tuple(self.hosts))
+
 
 class Reply(Message, frozen=True):
     """All parts of a round, by rank; empty for workers that only wait for the round to end."""
@@ -227,6 +292,14 @@ class Reply(Message, frozen=True):
     parts: list[bytes] = []
     stop: str | None = None
     """After scores: the reason to stop early."""
+
+
+class Answer(Message, frozen=True):
+    """To question `number` of one worker."""
+
+    number: int
+    data: bytes = b""
+    error: str = ""
 
 
 class Halt(Message, frozen=True):
@@ -244,16 +317,19 @@ FromWorker = (
     | Begun
     | Ready
     | Leaving
+    | Measured
     | Beat
     | Part
     | Scored
     | Written
+    | StoreFile
+    | ReadFile
     | Trouble
     | Testimony
     | Notice
     | Left
 )
-FromSupervisor = View | Reply | Halt | Break
+FromSupervisor = View | Reply | Answer | Halt | Break
 
 encode = msgspec.msgpack.Encoder().encode
 decode_from_worker = msgspec.msgpack.Decoder(FromWorker).decode

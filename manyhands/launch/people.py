@@ -9,6 +9,7 @@ from manyhands.launch.audience import Audience
 from manyhands.launch.control import Ask, Change, Continue, Control, Examine, Pause, Scale, StopRun
 from manyhands.launch.messages import Settings
 from manyhands.launch.situation import Situation
+from manyhands.launch.tempo import Tempo
 
 Question = Callable[[], str | None]
 """Is it done? If so, what to tell whoever asked for it."""
@@ -24,9 +25,13 @@ class People:
         control: Control,
         *,
         room: Callable[[], int] | None,
+        want: Callable[[int], None],
+        tempo: Tempo | None = None,
     ) -> None:
-        """`room()` says how many workers the machine has room for, if that may change."""
+        """`room()` says how many workers the machine has room for, if that may change. `want`
+        tells the launcher how many somebody wants; `tempo` chooses them for a wished speed."""
         self.now, self.audience, self.control, self.room = situation, audience, control, room
+        self.want, self.tempo = want, tempo
         self.stop_asked: Callable[[], bool] = lambda: False
         """Whether a signal asked the driver to stop."""
         self._waiting: list[tuple[Callable[[str], None], Question]] = []
@@ -36,8 +41,11 @@ class People:
             if not self.now.begun:
                 raise KeyboardInterrupt  # nothing has been computed yet
             self.now.stop = True
+        if self.tempo is not None:
+            self.tempo.observe()
         if self.room is not None and not self.now.stop:
-            self.now.wanted = self.room()
+            room = self.room()
+            self.now.wanted = room if self.tempo is None else self.tempo.choose(room)
         for ask, answer in self.control.receive():
             try:
                 self._waiting.append((answer, self._obey(ask)))
@@ -90,6 +98,7 @@ class People:
             )
         before, now.wanted, self.room, now.failed_starts = now.wanted, workers, None, 0
         now.least = min(now.least, workers)
+        self.want(workers)
         self.audience.event(events.Scaled(before=before, workers=workers, step=now.step))
         return lambda: (
             f"{workers} worker{'s' * (workers != 1)} since step {now.first_step}"

@@ -2,9 +2,10 @@
 """A task's way from the driver to its workers: functions by value, arrays once, through memory.
 
 The task is pickled by cloudpickle (lambdas, notebook classes and the task file's own module go by
-value). Large tensors and arrays stay outside the pickle, in the memfd that all workers inherit;
-each worker maps them copy-on-write, so the data exists once per host and nobody can spoil it for
-the others. Only processes started by this driver can open that memory.
+value; for workers on several hosts, so do the modules beside it). Large tensors and arrays stay
+outside the pickle, in the memfd that all workers inherit; each worker maps them copy-on-write, so
+the data exists once per host and nobody can spoil it for the others. Only processes started by this
+driver can open that memory.
 
 What cannot be pickled (an open file in a Dataset, say) is loaded again in each worker by running
 the task file there.
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from manyhands.errors import TaskError
 from manyhands.task import Loaded, Task, load_task
+from manyhands.world import search_path
 
 LARGE_BYTES = 1 << 14
 ALIGN = 64
@@ -87,21 +89,20 @@ def _tensor(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     return torch.frombuffer(buffer, dtype=dtype).view(shape)
 
 
-def pack(loaded: Loaded, fd: int) -> Parcel:
-    """Write the task to the memfd; returns what `unpack` needs to read it."""
-    modules = _modules_by_value(loaded)
-    for module in modules:
-        cloudpickle.register_pickle_by_value(module)
+def pack(loaded: Loaded, fd: int, *, many: bool = False) -> Parcel:
+    """Write the task to the memfd; returns what `unpack` needs to read it.
+
+    `many`: some workers are on hosts that may not have the user's modules.
+    """
+    own = [loaded.module] if loaded.module is not None else []
+    beside = _modules_beside(loaded) if many else []
     try:
-        stream, buffers = io.BytesIO(), list[memoryview]()
-
-        def keep_inside(buffer: pickle.PickleBuffer) -> bool:
-            raw = buffer.raw()
-            if raw.nbytes >= LARGE_BYTES:
-                buffers.append(raw)
-            return raw.nbytes < LARGE_BYTES
-
-        _Pickler(stream, protocol=5, buffer_callback=keep_inside).dump(loaded.task)
+        try:
+            pickled, buffers = _pickled(loaded.task, [*own, *beside])
+        except Exception:  # such a module holds what cannot be pickled: hosts may have it, though
+            if not beside:
+                raise
+            pickled, buffers = _pickled(loaded.task, own)
     except Exception as error:
         if loaded.source is None:
             raise TaskError(
@@ -110,10 +111,6 @@ def pack(loaded: Loaded, fd: int) -> Parcel:
                 "put the task in a file and use: manyhands train FILE.py"
             ) from error
         return Parcel(source=str(loaded.source), path=sys.path, settings=TorchSettings.here())
-    finally:
-        for module in modules:
-            cloudpickle.unregister_pickle_by_value(module)
-    pickled = stream.getbuffer()
     end = _write(fd, pickled, 0)
     stretches: list[tuple[int, int]] = []
     for raw in buffers:
@@ -127,9 +124,41 @@ def pack(loaded: Loaded, fd: int) -> Parcel:
     )
 
 
-def _modules_by_value(loaded: Loaded) -> list[ModuleType]:
-    """The task file's module: workers do not have it (`__main__` goes by value anyway)."""
-    return [loaded.module] if loaded.module is not None else []
+def _pickled(task: Task, by_value: list[ModuleType]) -> tuple[memoryview, list[memoryview]]:
+    """The task, and the large arrays that are not in it. (`__main__` goes by value anyway.)"""
+    stream, buffers = io.BytesIO(), list[memoryview]()
+
+    def keep_inside(buffer: pickle.PickleBuffer) -> bool:
+        raw = buffer.raw()
+        if raw.nbytes >= LARGE_BYTES:
+            buffers.append(raw)
+        return raw.nbytes < LARGE_BYTES
+
+    for module in by_value:
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        _Pickler(stream, protocol=5, buffer_callback=keep_inside).dump(task)
+    finally:
+        for module in by_value:
+            cloudpickle.unregister_pickle_by_value(module)
+    return stream.getbuffer(), buffers
+
+
+def _modules_beside(loaded: Loaded) -> list[ModuleType]:
+    """Modules from the folder of the task file, or else of the script, or else from here."""
+    script: str | None = getattr(sys.modules.get("__main__"), "__file__", None)
+    source = loaded.source or (Path(script).resolve() if script else None)
+    home = source.parent if source else Path.cwd()
+    found: list[ModuleType] = []
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if not isinstance(file, str) or not file.startswith(f"{home}/"):
+            continue
+        ours = name.partition(".")[0] in ("manyhands", "__main__", "__mp_main__")
+        inside = {"site-packages", "dist-packages"} & set(Path(file).parts)
+        if not ours and not inside and module is not loaded.module and module.__name__ == name:
+            found.append(module)
+    return found
 
 
 def _write(fd: int, data: memoryview, offset: int) -> int:
@@ -141,7 +170,7 @@ def _write(fd: int, data: memoryview, offset: int) -> int:
 
 def unpack(parcel: Parcel, fd: int) -> Task:
     """The task, in a worker."""
-    sys.path[:] = parcel.path
+    search_path(parcel.path)
     parcel.settings.apply()
     if parcel.source is not None:
         return load_task(Path(parcel.source)).task
@@ -152,4 +181,10 @@ def unpack(parcel: Parcel, fd: int) -> Task:
     table = msgspec.msgpack.decode(everything[start : start + length], type=list[tuple[int, int]])
     buffers = [everything[offset : offset + length] for offset, length in table]
     # This pickle was made by our own driver and came through memory only we could open.
-    return pickle.loads(everything[: parcel.pickle_bytes], buffers=buffers)
+    try:
+        return pickle.loads(everything[: parcel.pickle_bytes], buffers=buffers)
+    except ModuleNotFoundError as error:
+        raise TaskError(
+            f"{error} on this host. Put it beside the task file, install it here, or send it along "
+            "with --ship."
+        ) from error

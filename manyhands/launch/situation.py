@@ -37,6 +37,14 @@ class Worker:
     phase: Phase = "starting"
     pid: int = 0
     host: str = ""
+    at: str = ""
+    """Its host, among those of the launcher."""
+    at_name: str = ""
+    """What that host is called."""
+    door: str = ""
+    cache: str = ""
+    shards: str = ""
+    """Where it serves that folder of shards."""
     built: bytes = b""
     step: int = 0
     exit: Exit | None = None
@@ -50,6 +58,12 @@ class Worker:
     """It was told to go and asks to hand over."""
     broken: bool = False
     """Ready, but because it could not go on."""
+    held: bool = True
+    """When it was last ready: whether the state was in its memory."""
+    lost: frozenset[str] = frozenset()
+    """... its connection to these hosts having failed."""
+    host_silent_s: float = 0.0
+    """How long ago its host last answered."""
     phase_s: float = 0.0
     silent_s: float = 0.0
     stuck_s: float = 0.0
@@ -59,6 +73,10 @@ class Worker:
     samples_per_s: float = 0.0
     seasoned: bool = False
     """It has been through a step."""
+
+    @property
+    def host_name(self) -> str:
+        return self.at_name or self.host or "this host"
 
     @property
     def alive(self) -> bool:
@@ -74,8 +92,14 @@ class Situation:
     """With fewer, training waits for replacements."""
     replaceable: bool = True
     """Workers are processes: they can be killed and started again."""
-    outlives: bool = True
-    """State is in memory that outlives its workers."""
+    private: bool = False
+    """Every worker has memory of its own, and its state goes with it."""
+    held: frozenset[str] = frozenset()
+    """Hosts in whose memory there is state, whoever of their workers lives."""
+    measured: frozenset[frozenset[str]] = frozenset()
+    """Pairs of hosts between which the network was measured."""
+    capacity: int | None = None
+    """No more workers than this can be started at present."""
     restore: int | None = None
     """The newest checkpoint of this run, or that it was resumed from."""
     micro_batches: int = 1
@@ -108,6 +132,8 @@ class Situation:
     """Speeds for which the current view was halted."""
     measured_s: float = 0.0
     """For how long speeds have been measured under the current deal."""
+    redealt: tuple[tuple[int, ...], int] = ((), 0)
+    """Members, and how often in a row they were dealt anew because the last deal did not last."""
     # What people asked for.
     stop: bool = False
     paused: bool = False
@@ -129,6 +155,13 @@ class Situation:
     def members(self) -> list[Worker]:
         """Of the current view, by rank."""
         return [self.workers[m.worker] for m in self.view.members] if self.view else []
+
+    def holds(self, worker: Worker) -> bool:
+        """Whether there is state in its memory to go on from."""
+        if worker.phase != "ready":
+            return worker.at in self.held
+        same = [w for w in self.workers.values() if w.at == worker.at and not self.private]
+        return all(w.held for w in (worker, *same) if w.phase == "ready")
 
     def rank_of(self, worker: int) -> int:
         """Its rank in the current view (its number stands for a rank it never got)."""

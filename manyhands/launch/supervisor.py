@@ -3,6 +3,7 @@
 
 import time
 from collections.abc import Callable
+from itertools import accumulate
 
 import msgspec
 import zmq
@@ -10,12 +11,12 @@ import zmq
 from manyhands import events
 from manyhands.deal import deal
 from manyhands.launch import decisions
-from manyhands.launch.agent import Exit, Started
+from manyhands.launch.agent import Started
 from manyhands.launch.audience import Audience, Done, Incident, WorkerStatus
 from manyhands.launch.audit import Audit
 from manyhands.launch.clocks import Clocks
-from manyhands.launch.launchers import Launcher
-from manyhands.launch.membership import decide, suspicious
+from manyhands.launch.launchers import Alarm, Berth, Launcher, News, Sign
+from manyhands.launch.membership import decide, redealt, suspicious
 from manyhands.launch.messages import (
     Beat,
     Begun,
@@ -26,16 +27,20 @@ from manyhands.launch.messages import (
     Hello,
     Leaving,
     Left,
+    Measured,
     Notice,
     Part,
+    ReadFile,
     Ready,
     Reply,
     Scored,
+    StoreFile,
     Testimony,
     Trouble,
     View,
     Written,
 )
+from manyhands.launch.network import Network
 from manyhands.launch.people import People
 from manyhands.launch.situation import Situation, Worker
 from manyhands.launch.wire import Switchboard
@@ -54,13 +59,14 @@ class Supervisor:
         situation: Situation,
         *,
         people: People,
-        start: Callable[[int], None],
+        start: Callable[[int], Berth],
         first_worker: int = 0,
     ) -> None:
-        """`start(worker)` starts one."""
+        """`start(worker)` starts one, and says where."""
         self.launcher, self.switchboard, self.audience = launcher, switchboard, audience
         self.now, self.people, self.start = situation, people, start
         self.clocks, self.audit = Clocks(), Audit(situation, audience)
+        self.network = Network(situation, audience)
         self.oom_before = oom_kills()
         self.next_worker = first_worker
         self.parts: dict[str, dict[int, Part]] = {}
@@ -86,6 +92,9 @@ class Supervisor:
                 self._hear(message)
             for sign in self.launcher.poll():
                 self._see(sign)
+            self._make_room(self.launcher.capacity())
+            for worker in self.now.workers.values():
+                worker.host_silent_s = self.launcher.silence(worker.at)
             self.people.listen()
             self.clocks.write_down(self.now)
             while not isinstance(decision := decide(self.now), decisions.Wait):
@@ -111,9 +120,15 @@ class Supervisor:
             case decisions.Fence(worker=worker, because=because):
                 self.now.workers[worker].fenced = because
                 self.launcher.kill(worker)
+            case decisions.Drop(at=at, because=because):
+                self.launcher.drop(at, because)
+                for worker in self.now.workers.values():
+                    if worker.at == at and worker.alive:
+                        worker.fenced = because
             case decisions.Break(because=because, cause=cause):
                 self._break(because, cause)
             case decisions.Halt(because=because, speeds=speeds):
+                self.now.redealt = redealt(self.now) if speeds else self.now.redealt
                 self.now.halted, self.now.running, self.now.better = because, False, speeds
                 self.now.halts += 1
                 self._tell_members(Halt(number=self.now.halts))
@@ -122,12 +137,19 @@ class Supervisor:
             case _:
                 raise AssertionError(decision)
 
+    def _make_room(self, capacity: int | None) -> None:
+        """What failed on the hosts that are here may succeed on one that comes."""
+        if capacity is not None and capacity > (self.now.capacity or 0):
+            self.now.failed_starts = 0
+        self.now.capacity = capacity
+
     def _start(self) -> None:
         number = self.next_worker
         self.next_worker += 1
         self.now.workers[number] = Worker(number)
         self.clocks.start(number)
-        self.start(number)
+        berth, worker = self.start(number), self.now.workers[number]
+        worker.at, worker.at_name = berth.at, berth.name
 
     def _break(self, because: str, cause: Cause | None) -> None:
         self.now.broken, self.now.running = because, False
@@ -160,7 +182,7 @@ class Supervisor:
             if worker.alive and worker.phase in ("ready", "waiting"):
                 self.switchboard.send(worker.number, view)
                 self.clocks.enter(worker, "in" if worker.number in chosen else "left")
-                worker.broken = False
+                worker.broken, worker.lost = False, frozenset()
         now.view, self.writers[view.generation] = view, frozenset(chosen)
         now.broken = now.halted = now.audit = None
         now.better = ()
@@ -170,7 +192,13 @@ class Supervisor:
 
     # ---- what launchers say
 
-    def _see(self, sign: Started | Exit) -> None:
+    def _see(self, sign: Sign) -> None:
+        if isinstance(sign, News):
+            self.audience.event(events.Hosted(host=sign.host, what=sign.what))
+            return
+        if isinstance(sign, Alarm):
+            self.audience.event(events.Warned(text=sign.text))
+            return
         worker = self.now.workers.get(sign.worker)
         if worker is None:
             return
@@ -178,10 +206,12 @@ class Supervisor:
             worker.pid = sign.pid
             return
         worker.exit = sign
+        if sign.lost:
+            self.now.held -= {worker.at}
         self.clocks.ended(sign.worker)
         if worker.phase == "left":
             return
-        if worker.phase == "starting":
+        if worker.phase == "starting" and not sign.lost:
             self.now.failed_starts += 1
         rank = self.now.rank_of(sign.worker)
         self.clocks.enter(worker, "gone")
@@ -194,36 +224,46 @@ class Supervisor:
     def _hear(self, message: FromWorker) -> None:
         now = self.now
         generation = now.view.generation if now.view else 0
-        number = getattr(message, "worker", None)
-        worker = now.workers.get(number) if number is not None else None
-        if number is not None:
-            last_words = Beat | Trouble | Left | Written  # may be read after its end was seen
-            if worker is None or (worker.phase == "gone" and not isinstance(message, last_words)):
-                return
-            self.clocks.heard(number)
-        always = Hello | Trouble | Written | Notice | Leaving | Beat
+        worker = now.workers.get(message.worker)
+        if worker is None:
+            self.switchboard.strangers.count()
+            return
+        # These may be read after its end was seen.
+        last_words = Begun | Beat | Scored | Trouble | Notice | Left | Written
+        if worker.phase == "gone" and not isinstance(message, last_words):
+            return
+        self.clocks.heard(worker.number)
+        always = Hello | Trouble | Written | StoreFile | ReadFile | Notice | Leaving | Beat
         if message.generation != generation and not isinstance(message, always):
             return  # of a view that is over, or sent before there was one
         match message:
-            case Hello() if worker is not None:
+            case Hello():
                 worker.pid, worker.host, worker.built = message.pid, message.host, message.built
+                worker.door = message.door
+                worker.cache, worker.shards = message.cache, message.shards
                 self.clocks.enter(worker, "waiting")
                 now.failed_starts = 0
             case Begun():
                 self._begun(message)
-            case Ready() if worker is not None:
+            case Ready():
                 worker.step, worker.broken = message.step, message.broken
+                worker.held = message.held
+                if not message.held:
+                    now.held -= {worker.at}
+                worker.lost = self._hosts(message.lost)
                 self.reached = max(self.reached, message.step)
                 now.begun = now.begun or message.held
                 if message.differs is not None:
                     now.audit, now.audited = message.differs[1], "workers differed"
                 if worker.phase == "in":
                     self.clocks.enter(worker, "ready")
-            case Leaving() if worker is not None:
+            case Leaving():
                 worker.leaving = True
                 text = f"worker {worker.number} was asked to go; it hands over after this step"
                 self.audience.event(events.Warned(text=text))
-            case Beat() if worker is not None:
+            case Measured():
+                self.network.hear(worker, message)
+            case Beat():
                 self._beat(worker, message)
             case Part():
                 self._collect(message)
@@ -232,25 +272,35 @@ class Supervisor:
                 self._tell_members(Reply(round=round, stop=now.enough))
             case Written():
                 self._written(message)
-            case Trouble() if worker is not None:
+            case StoreFile() | ReadFile():
+                self.switchboard.send(worker.number, self.audience.serve(message))
+            case Trouble():
                 worker.trouble = worker.trouble or message
                 now.troubles.append(message)
-            case Testimony() if worker is not None:
+            case Testimony():
                 if (answer := self.audit.hear(message)) is not None:
                     self._tell_members(answer)
             case Notice(text=text):
                 self.audience.event(events.Warned(text=text))
-            case Left() if worker is not None:
+            case Left():
                 worker.left = message
                 now.step = max(now.step, message.step)
                 self.clocks.enter(worker, "left")
             case _:
                 pass
 
+    def _hosts(self, numbers: list[int]) -> frozenset[str]:
+        """Hosts of the current view, by the launcher's names for them."""
+        assert self.now.view is not None
+        members, firsts = self.now.members(), list(accumulate(self.now.view.hosts, initial=0))
+        return frozenset(members[firsts[n]].at for n in numbers if 0 <= n < len(firsts) - 1)
+
     def _begun(self, message: Begun) -> None:
         now, view = self.now, self.now.view
         assert view is not None
         now.begun = True
+        if not now.private:
+            now.held = frozenset(w.at for w in now.members())
         now.running = now.halted is None and now.broken is None
         if message.step > now.step:
             now.losses = 0
@@ -279,7 +329,8 @@ class Supervisor:
 
     def _beat(self, worker: Worker, beat: Beat) -> None:
         now = self.now
-        self.clocks.beat(beat)
+        if self.clocks.beat(beat) and worker.phase == "starting":
+            self.clocks.enter(worker, "starting")  # it fetches data: that may take its time
         worker.step, worker.seasoned = beat.step, beat.seasoned
         worker.micro_batch_s = beat.micro_batch_s or worker.micro_batch_s
         worker.samples_per_s = beat.samples_per_s
@@ -327,10 +378,13 @@ class Supervisor:
             self.now.saved = self.now.restore = max(self.now.saved, message.step)
 
     def _report(self) -> None:
+        if (text := self.switchboard.strangers.words()) is not None:
+            self.audience.event(events.Warned(text=text))
         view = self.now.view
         if view is None:
             return
         dealt = deal(self.now.micro_batches, tuple(view.speeds))
+        self.network.look()
         resting = self.now.paused and not self.now.running
         doing = "paused" if resting else "running"
         self.audience.status(
@@ -347,6 +401,7 @@ class Supervisor:
                 for m, worker in zip(view.members, self.now.members(), strict=True)
                 if worker.phase != "gone"
             ],
+            self.network.present(),
             doing,
         )
 

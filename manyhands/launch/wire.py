@@ -3,18 +3,19 @@
 
 The supervisor makes two key pairs per run. Workers receive theirs, and the supervisor's public
 key, from the process that starts them, never on a command line. A connection with any other key is
-refused before a byte of it is read. It listens on loopback.
+refused before a byte of it is read. It listens on loopback unless told otherwise.
 
 In a worker one thread owns the socket: it sends heartbeats, and what arrives is put where the
 training thread looks for it.
 """
 
+import itertools
 import os
 import queue
 import threading
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import zmq
@@ -22,17 +23,21 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from manyhands.errors import Broken
 from manyhands.launch.messages import (
+    Answer,
     Break,
     FromSupervisor,
     FromWorker,
     Halt,
+    ReadFile,
     Reply,
+    StoreFile,
     View,
     decode_from_supervisor,
     decode_from_worker,
     encode,
 )
 from manyhands.launch.pulse import Pulse, Waiting
+from manyhands.launch.strangers import Strangers
 
 BEAT_S = 0.25
 
@@ -47,7 +52,7 @@ class Keys:
     worker_secret: bytes
 
 
-class _OnlyThisKey:
+class OnlyThisKey:
     """The authenticator's question: may this client speak?"""
 
     def __init__(self, public: bytes) -> None:
@@ -60,36 +65,56 @@ class _OnlyThisKey:
 class Switchboard:
     """The supervisor's end."""
 
-    def __init__(self) -> None:
+    def __init__(self, address: str = "127.0.0.1") -> None:
         self.context = zmq.Context()
         public, secret = zmq.curve_keypair()
         worker_public, worker_secret = zmq.curve_keypair()
         self.auth = ThreadAuthenticator(self.context)
         self.auth.start()
         self.auth.configure_curve_callback(
-            domain="*", credentials_provider=_OnlyThisKey(worker_public)
+            domain="*", credentials_provider=OnlyThisKey(worker_public)
         )
         self.socket: zmq.Socket[bytes] = self.context.socket(zmq.ROUTER)
         self.socket.curve_server = True
         self.socket.curve_publickey, self.socket.curve_secretkey = public, secret
         self.socket.linger = 0
-        port = self.socket.bind_to_random_port("tcp://127.0.0.1")
-        self.keys = Keys(f"tcp://127.0.0.1:{port}", public, worker_public, worker_secret)
+        self.socket.ipv6 = ":" in address
+        self.strangers = Strangers(self.context, self.socket)
+        where = f"[{address}]" if ":" in address else address
+        port = self.socket.bind_to_random_port(f"tcp://{where}")
+        self.strangers.where = f"{where}:{port}"
+        self.keys = Keys(f"tcp://{where}:{port}", public, worker_public, worker_secret)
+
+    def keys_for(self, host: str) -> Keys:
+        """For a worker that reaches this host under that name."""
+        port = self.keys.address.rpartition(":")[2]
+        where = f"[{host}]" if ":" in host else host
+        return replace(self.keys, address=f"tcp://{where}:{port}")
 
     def send(self, worker: int, message: FromSupervisor) -> None:
         self.socket.send_multipart([_identity(worker), encode(message)])
 
     def receive(self) -> list[FromWorker]:
-        """What has arrived; never blocks. Garbage is dropped."""
+        """What has arrived; never blocks. Garbage is counted, and so is a message in the name of
+        another than whose connection it is."""
         messages: list[FromWorker] = []
+        self.strangers.look()
         with suppress(zmq.Again):
             while True:
-                frames = self.socket.recv_multipart(flags=zmq.NOBLOCK)
-                with suppress(msgspec.MsgspecError):
-                    messages.append(decode_from_worker(frames[-1]))
+                identity, *_, data = self.socket.recv_multipart(flags=zmq.NOBLOCK)
+                try:
+                    message = decode_from_worker(data)
+                except msgspec.MsgspecError:
+                    self.strangers.count()
+                    continue
+                if identity == _identity(message.worker):
+                    messages.append(message)
+                else:
+                    self.strangers.count()
         return messages
 
     def close(self) -> None:
+        self.strangers.close()
         self.socket.close()
         self.auth.stop()
         self.context.term()
@@ -106,11 +131,14 @@ class Line:
         self.socket.curve_serverkey = keys.supervisor_public
         self.socket.curve_publickey = keys.worker_public
         self.socket.curve_secretkey = keys.worker_secret
-        self.socket.linger = 5000
+        self.socket.linger, self.socket.ipv6 = 5000, True
         self.socket.connect(keys.address)
         self.outgoing: queue.SimpleQueue[FromWorker | None] = queue.SimpleQueue()
         self.views: queue.SimpleQueue[View] = queue.SimpleQueue()
         self.replies: dict[str, Reply] = {}
+        self.answers: dict[int, Answer] = {}
+        self.closed = False
+        self._numbers = itertools.count(1)
         self.arrived = threading.Condition()
         self.generation = 0
         """Of the view that the training thread is in."""
@@ -142,6 +170,22 @@ class Line:
                 self.arrived.wait(0.1)
             return self.replies.pop(round)
 
+    def new_number(self) -> int:
+        return next(self._numbers)
+
+    def ask(self, message: StoreFile | ReadFile) -> int:
+        """A question whose answer is waited for later, in whichever view. From any thread."""
+        self.send(message)
+        return message.number
+
+    def answer(self, number: int) -> Answer:
+        with self.arrived:
+            while number not in self.answers:
+                if self.closed:
+                    raise Broken("the line to the driver was closed")
+                self.arrived.wait(0.1)
+            return self.answers.pop(number)
+
     def heard(self) -> int:
         """The number of the last Halt that arrived here."""
         return self._halts
@@ -156,6 +200,7 @@ class Line:
 
     def close(self) -> None:
         """Send what is still waiting, then hang up."""
+        self.closed = True
         self.outgoing.put(None)
         os.eventfd_write(self._wake, 1)
         self._thread.join()
@@ -209,6 +254,10 @@ class Line:
                     case Reply():
                         with self.arrived:
                             self.replies[message.round] = message
+                            self.arrived.notify_all()
+                    case Answer(number=number):
+                        with self.arrived:
+                            self.answers[number] = message
                             self.arrived.notify_all()
                     case Halt(number=number):
                         self._halts = max(self._halts, number)

@@ -16,6 +16,7 @@ from manyhands.events import (
     Audited,
     Changed,
     Evaluated,
+    Hosted,
     Lost,
     Saved,
     Scaled,
@@ -155,8 +156,12 @@ def describe(event: AnyEvent) -> str | None:
                 f"step {event.step}: rank {event.rank} (process {event.pid}) is lost: "
                 f"{event.what}; {event.noticed_by}"
             )
+        case Hosted():
+            return f"host {event.host} {event.what}"
         case Audited():
             return f"step {event.step}: audit of micro-batch {event.micro_batch}: {event.text}"
+        case Scaled(because=because) if because:
+            return f"step {event.step}: {event.before} → {event.workers} workers: {because}"
         case Scaled():
             return f"step {event.step}: from {event.before} to {event.workers} workers, as asked"
         case Changed():

@@ -47,11 +47,14 @@ def plan(
     workers: int | tuple[int, int] | None,
     records: int,
     most_workers: int | None = None,
+    many_hosts: bool = False,
+    paced: bool = False,
 ) -> Plan:
-    """`workers` is what was asked for, `most_workers` what the engine can start."""
+    """`workers` is what was asked for, `most_workers` what the engine can start; `paced`: a wished
+    speed will decide, so it begins with the fewest."""
     return Plan(
-        workers=_workers(train, machine, workers, most_workers),
-        collective=_collective(train),
+        workers=_workers(train, machine, workers, most_workers, paced),
+        collective=_collective(train, many_hosts),
         steps=_steps(train, records),
         micro_batches=_micro_batches(train, records),
         records=records,
@@ -64,11 +67,12 @@ def _workers(
     machine: Machine,
     wish: int | tuple[int, int] | None,
     startable: int | None,
+    paced: bool,
 ) -> Choice:
     most = train.micro_batches
     if isinstance(wish, tuple):
         if startable is None and train.sync != "alone":
-            return _between(train, machine, *wish)
+            return _between(train, machine, *wish, paced)
         if wish[0] > 1:
             raise ConfigError(f"this run can have one worker, not {wish[0]} to {wish[1]}.")
         wish = 1
@@ -100,12 +104,14 @@ def _workers(
     return Choice(asked, "as asked")
 
 
-def _between(train: TrainConfig, machine: Machine, least: int, most: int) -> Choice:
+def _between(train: TrainConfig, machine: Machine, least: int, most: int, paced: bool) -> Choice:
     """As many as there is room for, to begin with."""
     if least > train.micro_batches:
         raise ConfigError(
             f"at least {least} workers, but a step has only {train.micro_batches} micro-batches."
         )
+    if paced:
+        return Choice(least, "to begin with; the wished speed decides")
     cores = max(1, machine.cores // train.threads)
     found = max(least, min(most, cores, train.micro_batches))
     return Choice(found, f"between {least} and {most}, with {cores} usable cores")
@@ -127,13 +133,20 @@ def read_workers(text: int | str | None) -> int | tuple[int, int] | None:
     return (low, high) if colon else low
 
 
-def _collective(train: TrainConfig) -> Choice:
+def _collective(train: TrainConfig, many_hosts: bool) -> Choice:
     if train.sync == "alone":
         return Choice("none", "one worker has nobody to talk to")
+    if train.collective == "shared" and many_hosts:
+        raise ConfigError(
+            'train.collective = "shared" is for workers of one host; several hosts need "sockets", '
+            '"mpi" or "auto".'
+        )
     if train.collective != "auto":
         return Choice(train.collective, "as asked")
     if train.device == "cuda":
         return Choice("nccl", "the workers are on GPUs")
+    if many_hosts:
+        return Choice("sockets", "workers of a host share its memory, hosts speak over TCP")
     return Choice("shared", "all workers are on one host and share its memory")
 
 

@@ -3,12 +3,13 @@
 
 Invariants: a file under its name is whole and was right when it came; together with those being
 fetched, files never exceed the limit; a file that somebody holds is never dropped. What is dropped
-is what was used least recently.
+is what was used least recently, and last of all what this host keeps for others.
 
     FOLDER/1f0c...-train-00003.arrow     named by its content, so data sets can share a folder
     FOLDER/.1f0c...-train-00003.arrow.draft   being fetched; it has its full size from the start
     FOLDER/.locks/                       one empty file per shard: who has it locked fetches it
     FOLDER/.lock                         who has it locked decides what is dropped
+    FOLDER/.identity                     by which hosts see whether they share a folder
 
 All locks are flocks: the kernel lets go when a process ends, however it ends. The draft that it
 leaves behind is removed by the next one who needs the shard, or the room.
@@ -17,6 +18,7 @@ leaves behind is removed by the next one who needs the shard, or the room.
 import fcntl
 import os
 import re
+import secrets
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -38,6 +40,8 @@ PATIENCE_S = 30.0
 _OURS = re.compile(r"[0-9a-f]{32}-.*|\.[0-9a-f]{32}-.*\.draft")
 """Nothing else in the folder is counted or dropped: it may be somebody's."""
 
+_IDENTITY = re.compile(r"[0-9a-f]{16}")
+
 Fetch = Callable[[BinaryIO], None]
 """Writes the checked bytes of one shard."""
 
@@ -58,6 +62,8 @@ class Cache:
         self.folder = Path(folder)
         self.limit = None if limit is None else parse_bytes(limit)
         self.patience_s = patience_s
+        self.kept: frozenset[str] = frozenset()
+        """Keys of what others count on: they go last."""
         self._mutex = threading.Lock()
         self._held: dict[str, tuple[int, int]] = {}
         """By key: an open file with a shared lock, and how many in this process hold it."""
@@ -119,6 +125,19 @@ class Cache:
         with suppress(OSError):
             os.utime(path)  # it is used, though not here
         return path if path.exists() else None
+
+    def identity(self) -> str:
+        """The same for all who share this folder, on whichever host, and for nobody else."""
+        path = self.folder / ".identity"
+        try:
+            with _locked(self.folder / ".lock"):
+                known = path.read_text() if path.exists() else ""
+                if not _IDENTITY.fullmatch(known):  # or half written
+                    known = secrets.token_hex(8)
+                    path.write_text(known)
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"the cache {self.folder} cannot be used: {error}") from error
+        return known
 
     def used_bytes(self) -> int:
         """By files, and by those being fetched."""
@@ -215,10 +234,11 @@ class Cache:
             time.sleep(0.05)
 
     def _make_room(self, nbytes: int) -> int:
-        """Drop what was used least recently. Returns how many bytes are missing then."""
+        """Drop what was used least recently; what is kept for others, only when nothing else can
+        go. Returns how many bytes are missing then."""
         if self.limit is None:
             return 0
-        files = sorted(self._files())
+        files = sorted(self._files(), key=lambda file: (file[1].name in self.kept, *file))
         missing = sum(size for _, _, size in files) + nbytes - self.limit
         for _, path, size in files:
             if missing <= 0:

@@ -2,8 +2,8 @@
 """From settings to shards: the cache, the way they come, and what is fetched before the start.
 
 The driver and the workers of a host open the same cache folder, each for itself. Opening fetches
-nothing. `make_ready` is the driver's, before it starts workers: it refuses a cache that is too
-small, and fetches what is to be here first.
+nothing. `make_ready` refuses a cache that is too small, and fetches what is to be here first: for
+workers of its own host the driver calls it before it starts them, else they do, before they join.
 """
 
 import sys
@@ -25,12 +25,13 @@ from rich.progress import Progress as Bar
 from manyhands.config import DataConfig
 from manyhands.data.hosts.cache import Cache, key_of
 from manyhands.data.hosts.remote_folder import Folder, RemoteFolder
-from manyhands.data.hosts.transfer import Direct, Progress, Replicate, Report, Transfer
+from manyhands.data.hosts.transfer import Direct, Peer, Progress, Replicate, Report, Transfer
 from manyhands.data.manifest import ShardInfo
 from manyhands.data.mapreduce.tasks import parse_bytes
 from manyhands.data.prepared import Prepared
+from manyhands.data.records import Fetch
 from manyhands.errors import ConfigError, DataError
-from manyhands.world import agent_environment
+from manyhands.world import user_cache
 
 SHOW_AFTER_S = 2.0
 """What takes no longer is not worth a bar."""
@@ -38,9 +39,10 @@ SHOW_AFTER_S = 2.0
 _WAYS: dict[str, Callable[[str, Cache, Report], Transfer]] = {
     "auto": Direct,
     "direct": Direct,
+    "peer": lambda url, cache, report: Peer(url, cache, report=report),
     "replicate": Replicate,
 }
-"""By data.transfer. `Peer` belongs here when hosts know each other's addresses."""
+"""By data.transfer. A `Peer` knows nobody at first: `sharing` tells it."""
 
 
 def open_transfer(folder: RemoteFolder, settings: DataConfig, cache: Cache) -> Transfer:
@@ -77,9 +79,7 @@ def cache_limit(settings: DataConfig) -> int | None:
 
 
 def _default() -> Path:
-    """Below the user's cache directory, as the workers' environment names it."""
-    named = Path(agent_environment().get("XDG_CACHE_HOME", ""))
-    return (named if named.is_absolute() else Path.home() / ".cache") / "manyhands"
+    return user_cache() / "manyhands"
 
 
 @contextmanager
@@ -99,7 +99,14 @@ def shard_file(folder: Folder, info: ShardInfo) -> Generator[Path]:
 # ---- before the start
 
 
-def make_ready(parts: Sequence[Prepared], *, workers: int, quiet: bool) -> None:
+def make_ready(
+    parts: Sequence[Prepared],
+    *,
+    workers: int,
+    quiet: bool,
+    fetch: Fetch,
+    progress: Progress | None,
+) -> None:
     """For what `workers` processes of this host are going to read."""
     by_cache: dict[Path, list[Prepared]] = {}
     for part in parts:
@@ -109,15 +116,19 @@ def make_ready(parts: Sequence[Prepared], *, workers: int, quiet: bool) -> None:
         _refuse_a_small_cache(sharing, workers)
     for part in parts:
         transfer = part.data.transfer
-        if isinstance(transfer, Replicate):
-            text = f"fetching {part.data.split} of {part.data.folder}"
-            with shown_when_slow(text, quiet=quiet) as progress:
-                transfer.fetch_all(part.shards, progress)
+        if not isinstance(transfer, Replicate) or fetch == "nothing":
+            continue
+        if fetch == "missing":
+            transfer.fetch_missing(part.shards, progress)
+            continue
+        text = f"fetching {part.data.split} of {part.data.folder}"
+        with shown_when_slow(text, quiet=quiet) as shown:
+            transfer.fetch_all(part.shards, shown)
 
 
 def _cache_of(part: Prepared) -> Cache | None:
     transfer = part.data.transfer
-    return transfer.cache if isinstance(transfer, Direct | Replicate) else None
+    return transfer.cache if isinstance(transfer, Direct | Peer | Replicate) else None
 
 
 def _refuse_a_small_cache(parts: Sequence[Prepared], workers: int) -> None:

@@ -1,29 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shards from host to host: a server of what a manifest lists, and the client that asks it.
+"""Shards from host to host: a server of what manifests list, and the client that asks it.
 
 Connections are encrypted and authenticated (CURVE). All keys come from one secret of the run: who
 does not have it cannot connect, and a server that does not have it is not believed. A request names
 a shard by its content and a range in it; no path ever travels. Neither side holds more than WINDOW
-pieces for the other, however slow that is.
+pieces for the other, however slow that is. A server that is just fetching what it is asked for
+says so, and is asked again.
 
 What arrives is not checked here: the caller compares every block with the manifest.
 """
 
-import hashlib
 import os
 import threading
-from collections.abc import Generator
+import time
+from collections.abc import Callable, Generator, Iterable
 from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
-from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
+from manyhands.credentials import Credentials
 from manyhands.data.hosts.cache import Cache, key_of
-from manyhands.data.manifest import BLOCK_BYTES, Manifest, ShardInfo
+from manyhands.data.manifest import BLOCK_BYTES, ShardInfo
 from manyhands.errors import DataError
 
 PIECE_BYTES = 256 << 10
@@ -32,7 +33,11 @@ WINDOW = 8
 """Pieces that a client has asked for and not received yet."""
 TIMEOUT_S = 5.0
 """A peer that sends nothing for so long is given up on."""
+PATIENCE_S = 60.0
+"""... and one that is still fetching the shard itself after so long."""
+ASK_AGAIN_S = 0.05
 
+_COMING = "it is still fetching it"
 _REQUEST_BYTES = 4096
 _HANDSHAKE_MS = 5000
 _GONE = (
@@ -42,29 +47,6 @@ _GONE = (
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 )
-
-
-class Credentials(msgspec.Struct, frozen=True):
-    """The key pairs of all servers and of all clients of a run."""
-
-    server_public: bytes
-    server_secret: bytes
-    client_public: bytes
-    client_secret: bytes
-
-    @classmethod
-    def of(cls, secret: bytes) -> "Credentials":
-        """The same for everybody who has the run's secret (at least 16 bytes nobody can guess)."""
-        if len(secret) < 16:
-            raise DataError(f"a secret of {len(secret)} bytes can be guessed; use 32 random ones.")
-        server, client = (
-            z85.encode(hashlib.blake2b(secret, digest_size=32, person=role).digest())
-            for role in (b"shard server", b"shard client")
-        )
-        return cls(zmq.curve_public(server), server, zmq.curve_public(client), client)
-
-    def __repr__(self) -> str:
-        return "Credentials(...)"
 
 
 class _OnlyThisKey:
@@ -77,16 +59,21 @@ class _OnlyThisKey:
         return key == self.public
 
 
+class _Coming(FileNotFoundError):
+    """The peer does not have it yet."""
+
+
 class _Ask(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     key: str
     start: int
 
 
 class _Head(msgspec.Struct, frozen=True, array_like=True):
-    """What comes before the bytes of a piece; `why` there are none."""
+    """What comes before the bytes of a piece; `why` there are none, or that they are coming."""
 
     start: int
     why: str = ""
+    coming: bool = False
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -94,21 +81,27 @@ _decode_ask = msgspec.msgpack.Decoder(_Ask).decode
 _decode_head = msgspec.msgpack.Decoder(_Head).decode
 
 
+def _never(info: ShardInfo) -> bool:
+    return False
+
+
 class ShardServer:
-    """Serves the shards of one manifest, from a prepared folder or a cache, until it is closed.
+    """Serves these shards, from a prepared folder or a cache, until it is closed.
 
     `address` is where it listens; on all interfaces ("tcp://0.0.0.0:0") the caller knows better
-    under which name others reach this host."""
+    under which name others reach this host. `coming` is asked, in the server's thread, whether a
+    shard that is not here soon will be; it must not block."""
 
     def __init__(
         self,
         store: Path | Cache,
-        manifest: Manifest,
+        shards: Iterable[ShardInfo],
         credentials: Credentials,
         bind: str = "tcp://127.0.0.1:0",
+        coming: Callable[[ShardInfo], bool] = _never,
     ) -> None:
-        self.store = store
-        self.shards = {key_of(s): s for split in manifest.splits.values() for s in split.shards}
+        self.store, self.coming = store, coming
+        self.shards = {key_of(shard): shard for shard in shards}
         self.context = zmq.Context()
         self.auth = ThreadAuthenticator(self.context)
         self.auth.start()
@@ -124,6 +117,7 @@ class ShardServer:
         self.socket.sndhwm = self.socket.rcvhwm = 2 * WINDOW
         self.socket.maxmsgsize = _REQUEST_BYTES
         self.socket.handshake_ivl = _HANDSHAKE_MS
+        self.socket.ipv6 = "[" in bind
         try:
             self.socket.bind(bind)
         except zmq.ZMQError as error:
@@ -158,7 +152,7 @@ class ShardServer:
                 client, request = self.socket.recv_multipart(flags=zmq.NOBLOCK)
                 ask = _decode_ask(request)
                 data, why = self._read(ask)
-                head = _encode(_Head(ask.start, why))
+                head = _encode(_Head(ask.start, why, why == _COMING))
                 self.socket.send_multipart([client, head, data], zmq.NOBLOCK, copy=False)
 
     def _read(self, ask: _Ask) -> tuple[bytes, str]:
@@ -169,7 +163,7 @@ class ShardServer:
             return b"", f"there is no byte {ask.start}"
         path = self.store.find(info) if isinstance(self.store, Cache) else self.store / info.file
         if path is None:
-            return b"", "it does not have it"
+            return b"", _COMING if self.coming(info) else "it does not have it"
         try:
             with open(path, "rb", buffering=0) as file:
                 size = min(PIECE_BYTES, info.nbytes - ask.start)
@@ -187,12 +181,13 @@ def fetch(
     *,
     first: int = 0,
     timeout_s: float = TIMEOUT_S,
+    patience_s: float = PATIENCE_S,
 ) -> Generator[bytes]:
     """The shard's blocks from number `first` on, in order, unchecked.
 
-    Raises FileNotFoundError when the peer does not have it, ConnectionError when it cannot be
-    reached, is not of this run, goes away or answers nonsense, and TimeoutError after `timeout_s`
-    without bytes."""
+    Raises FileNotFoundError when the peer does not have it (a peer that is fetching it is waited
+    for), ConnectionError when it cannot be reached, is not of this run, goes away or answers
+    nonsense, and TimeoutError after `timeout_s` without an answer."""
     context = zmq.Context()
     socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
     try:
@@ -201,15 +196,39 @@ def fetch(
         socket.curve_secretkey = credentials.client_secret
         socket.maxmsgsize = PIECE_BYTES + _REQUEST_BYTES
         socket.handshake_ivl = _HANDSHAKE_MS
+        socket.ipv6 = "[" in address
         news = socket.get_monitor_socket(_GONE)
         try:
             socket.connect(address)
         except zmq.ZMQError as error:
             raise ConnectionError(f"{address} is no address ({error})") from error
-        yield from _blocks(socket, news, info, first * BLOCK_BYTES, timeout_s)
+        start = first * BLOCK_BYTES
+        if start < info.nbytes:
+            ready = _ask_until_it_is_there(socket, news, info, start, timeout_s, patience_s)
+            yield from _blocks(socket, news, info, start, ready, timeout_s)
     finally:
         socket.disable_monitor()
         context.destroy(linger=0)
+
+
+def _ask_until_it_is_there(
+    socket: zmq.Socket[bytes],
+    news: zmq.Socket[bytes],
+    info: ShardInfo,
+    start: int,
+    timeout_s: float,
+    patience_s: float,
+) -> bytes:
+    """The first piece."""
+    give_up = time.monotonic() + patience_s
+    while True:
+        socket.send(_encode(_Ask(key_of(info), start)))
+        try:
+            return _receive(socket, news, start, timeout_s)
+        except _Coming as coming:
+            if time.monotonic() > give_up:
+                raise FileNotFoundError(str(coming)) from None
+            time.sleep(ASK_AGAIN_S)
 
 
 def _blocks(
@@ -217,14 +236,17 @@ def _blocks(
     news: zmq.Socket[bytes],
     info: ShardInfo,
     start: int,
+    data: bytes,
     timeout_s: float,
 ) -> Generator[bytes]:
+    """From `start` on, of which the first piece is here."""
     key, starts = key_of(info), range(start, info.nbytes, PIECE_BYTES)
-    for piece in starts[:WINDOW]:
+    for piece in starts[1:WINDOW]:
         socket.send(_encode(_Ask(key, piece)))
     block = bytearray()
     for i, piece in enumerate(starts):
-        data = _receive(socket, news, piece, timeout_s)
+        if i > 0:
+            data = _receive(socket, news, piece, timeout_s)
         if len(data) != min(PIECE_BYTES, info.nbytes - piece):
             raise ConnectionError(f"it sent {len(data):,} bytes from byte {piece:,} on: too few")
         if i + WINDOW < len(starts):
@@ -252,7 +274,7 @@ def _receive(
     except msgspec.MsgspecError:
         raise ConnectionError("its answer makes no sense") from None
     if head.why:
-        raise FileNotFoundError(head.why)
+        raise (_Coming if head.coming else FileNotFoundError)(head.why)
     if head.start != piece or len(frames) != 2:
         raise ConnectionError("it answered something else than was asked")
     return frames[1]

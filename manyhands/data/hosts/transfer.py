@@ -9,15 +9,16 @@ that block on, and the source is reported. Only when no source has it is the sha
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
 import xxhash
 
+from manyhands.credentials import Credentials
 from manyhands.data.hosts import peers
 from manyhands.data.hosts.cache import Cache
-from manyhands.data.hosts.peers import TIMEOUT_S, Credentials
+from manyhands.data.hosts.peers import TIMEOUT_S
 from manyhands.data.hosts.placement import Placement
 from manyhands.data.hosts.remote_folder import blocks_of, inside, join
 from manyhands.data.manifest import BLOCK_BYTES, ShardInfo
@@ -103,6 +104,10 @@ class Replicate:
             )
         _fetch_now(self, shards, progress)
 
+    def fetch_missing(self, shards: Sequence[ShardInfo], progress: Progress | None = None) -> None:
+        """Where others may have done it already. What is here is looked at when it is opened."""
+        self.fetch_all([s for s in shards if self.cache.find(s) is None], progress)
+
     def path(self, info: ShardInfo) -> Path:
         return _cached(self.cache, info, _origin(self.url), self.report)
 
@@ -121,16 +126,30 @@ class Peers:
     here: str = ""
     """The name of this host, which does not ask itself."""
     timeout_s: float = TIMEOUT_S
+    earlier: Placement = field(default_factory=lambda: Placement({}, "nobody"))
+    """Who may have what the placement has just given to others."""
+    shown: dict[str, str] = field(default_factory=dict[str, str])
+    """Host → what people call it, where that is something else."""
+
+
+NOBODY = Peers(Placement({}, "nobody is known yet"), {}, Credentials(b"", b"", b"", b""))
 
 
 class Peer:
-    """From a host that has it, another one that has it, then the origin (None: there is none)."""
+    """From a host that has it, another one that has it, then the origin (None: there is none).
+
+    `peers` may be replaced at any time: hosts come and go."""
 
     def __init__(
-        self, url: str | None, cache: Cache, peers: Peers, report: Report | None = None
+        self, url: str | None, cache: Cache, peers: Peers = NOBODY, report: Report | None = None
     ) -> None:
         self.url, self.cache, self.peers, self.report = url, cache, peers, report
         self._suspect_until: dict[str, float] = {}
+        """By address."""
+
+    def keeps(self, info: ShardInfo) -> bool:
+        """Whether others ask this host for it."""
+        return self.peers.here in self.peers.placement.holders(info.file)
 
     def fetch_kept(self, shards: Iterable[ShardInfo], progress: Progress | None = None) -> None:
         """What the placement says that this host keeps for the others."""
@@ -146,19 +165,19 @@ class Peer:
     def _sources(self, info: ShardInfo) -> "list[Source]":
         """Holders first, each host beginning with another; those that lately failed, last."""
         book, now = self.peers, time.monotonic()
-        holders = [h for h in book.placement.holders(info.file) if h != book.here]
-        holders = [h for h in holders if h in book.addresses]
+        holders = list(book.placement.holders(info.file))
         if holders:
             turn = xxhash.xxh3_64_intdigest(f"{book.here}\n{info.file}".encode()) % len(holders)
             holders = holders[turn:] + holders[:turn]
-        good = [h for h in holders if self._suspect_until.get(h, 0.0) <= now]
+        holders = list(dict.fromkeys([*holders, *book.earlier.holders(info.file)]))
+        holders = [h for h in holders if h != book.here and h in book.addresses]
+        good = [h for h in holders if self._suspect_until.get(book.addresses[h], 0.0) <= now]
         origin = [] if self.url is None else _origin(self.url)
-        suspects = [h for h in holders if h not in good]
-        return [*map(self._source, good), *origin, *map(self._source, suspects)]
+        first = [self._source(book, host) for host in good]
+        last = [self._source(book, host) for host in holders if host not in good]
+        return [*first, *origin, *last]
 
-    def _source(self, host: str) -> "Source":
-        book = self.peers
-
+    def _source(self, book: Peers, host: str) -> "Source":
         def blocks(info: ShardInfo, first: int) -> Iterator[bytes]:
             try:
                 yield from peers.fetch(
@@ -169,10 +188,10 @@ class Peer:
                     timeout_s=book.timeout_s,
                 )
             except (TimeoutError, ConnectionError):
-                self._suspect_until[host] = time.monotonic() + SUSPECT_S
+                self._suspect_until[book.addresses[host]] = time.monotonic() + SUSPECT_S
                 raise
 
-        return Source(f"host {host}", blocks)
+        return Source(f"host {book.shown.get(host, host)}", blocks)
 
 
 TRANSFERS = {"direct": Direct, "peer": Peer, "replicate": Replicate}
