@@ -6,7 +6,7 @@ READY := .venv/.installed
 SECONDS ?= 60
 
 .DEFAULT_GOAL := help
-.PHONY: help setup tools demo test test-all check format bench soak clean
+.PHONY: help setup tools demo test test-all check format bench soak soak-hosts clean
 
 help:  ## show this
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -60,6 +60,9 @@ bench: setup  ## measure beside bare PyTorch
 
 soak: setup  ## disturb runs at random: make soak SECONDS=600
 	$(BIN)/python -m tests.soak --seconds $(SECONDS)
+
+soak-hosts: setup tools  ## disturb runs on several hosts: make soak-hosts SECONDS=600
+	$(BIN)/python -m tests.soak_hosts --seconds $(SECONDS)
 
 clean:  ## remove .venv and caches; runs/ stays
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from manyhands.checkpoint.storage import Buffer, FileRecord, Folder, Manifest
-from manyhands.errors import RequestError
+from manyhands.errors import ManyhandsError, RequestError
 from manyhands.launch.messages import Answer, ReadFile, StoreFile
 from manyhands.launch.wire import Line
 from manyhands.rundir import RunDir
@@ -121,7 +121,7 @@ class Files:
             if message.last:
                 self.storage.settle(message.step, message.attempt, message.name)
             return Answer(number=message.number)
-        except (OSError, RequestError) as error:
+        except (OSError, ManyhandsError) as error:
             return Answer(number=message.number, error=str(error))
 
     def _read(self, message: ReadFile) -> bytes:

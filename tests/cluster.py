@@ -237,10 +237,16 @@ class Warm(Porters):
             del self.of[host]
         empty(host)
 
-    def train(self, kind: str, *settings: str, pause_s: float, workers: int | str) -> "Running":
+    def train(
+        self, task: Task | str, *settings: str, pause_s: float, workers: int | str
+    ) -> "Running":
+        """Slowly: every micro-batch takes a pause, until it is told to `finish`."""
         self.runs += 1
         path = self.folder / "runs" / f"run-{self.runs}"
-        self.running = Running(self, path, kind, settings, pause_s, workers)
+        slow = path.with_suffix(".slow")
+        slow.touch()
+        paced = paused(make(task) if isinstance(task, str) else task, slow, pause_s)
+        self.running = Running(self, path, slow, paced, settings, workers)
         return self.running
 
     def close(self) -> None:
@@ -252,22 +258,19 @@ class Warm(Porters):
 
 
 class Running(Watched):
-    """A run whose driver is a thread on the first host. Its micro-batches take a pause each, until
-    `finish`."""
+    """A run whose driver is a thread on the first host. It is slow as long as `slow` is there."""
 
     def __init__(
         self,
         warm: Warm,
         run: Path,
-        kind: str,
+        slow: Path,
+        task: Task,
         settings: Sequence[str],
-        pause_s: float,
         workers: int | str,
     ) -> None:
         super().__init__(run, lambda: self.thread.is_alive(), warm.said)
-        self.warm, self.slow = warm, run.with_suffix(".slow")
-        self.slow.touch()
-        self.task = paused(make(kind), self.slow, pause_s)
+        self.warm, self.slow, self.task = warm, slow, task
         self.settings, self.workers = settings, workers
         self.report: mh.Report | None = None
         self.error: Exception | None = None

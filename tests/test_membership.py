@@ -39,12 +39,15 @@ SYMPTOM, ALONE = w("ready", broken=True), w("ready", broken=True, phase_s=GRACE_
 FAST, SLOW = w("in", micro_batch_s=0.1), w("in", micro_batch_s=0.3)
 FAILED_1, FAILED_2 = trouble(1, micro_batch=4, records=[7, 8]), trouble(2, micro_batch=4)
 FAILED = w("gone", trouble=FAILED_1)
-# On host a, b and c: connections have failed, though both live, or one is mute since then.
-CUT, HALF = w("ready", broken=True, lost=frozenset("b"), at="a", phase_s=1.0), w("in", at="b")
-MUTE = w("in", at="b", host_silent_s=1.5)
-LOST = w("ready", broken=True, lost=frozenset("ab"), at="c", phase_s=1.0)
+# On hosts a, b and c: connections have failed, though both live, or one is mute since then.
+CUT_NOW = w("ready", broken=True, lost=frozenset("b"), at="a", at_name="a")
+CUT = w("ready", broken=True, lost=frozenset("b"), at="a", at_name="a", phase_s=1.0)
+HALF, MUTE = w("in", at="b", at_name="b"), w("in", at="b", at_name="b", host_silent_s=1.5)
+LOST = w("ready", broken=True, lost=frozenset("ab"), at="c", at_name="c", phase_s=1.0)
 LATE = w("ready", broken=True, held=False, at="a")
-HOSTS: dict[str, Any] = {"capacity": 3, "held": frozenset[str]()}
+HOSTS: dict[str, Any] = {"capacity": 3}
+BEREFT: dict[str, Any] = {**HOSTS, "held": frozenset[str](), "broken": BROKEN}
+HELD_BY_B: dict[str, Any] = {"held": frozenset("b")}
 LONG: dict[str, Any] = {"micro_batches": 12, "measured_s": 9.0}
 
 # fmt: off
@@ -143,18 +146,18 @@ TABLE: list[tuple[str, Situation, list[str]]] = [
     ("... and the last one dies", now(GONE, GONE, of=(0,), failed_starts=3), ["give up on 0"]),
     ("... but it was done before", now(done, GONE, of=(0,), failed_starts=3), ["finish as 0 did"]),
     # ---- hosts
-    ("two hosts have lost each other", now(IN, CUT, HALF, **HOSTS), ["drop b: a and b both answer"]),
-    ("... and one does not answer since", now(IN, CUT, MUTE, **HOSTS), ["drop b: b does not answer"]),
-    ("... but that was just now", now(IN, w("ready", broken=True, lost=frozenset("b"), at="a"),
-     HALF, **HOSTS), []),
-    ("one cannot reach anybody", now(w("in", at="a"), w("in", at="b"), LOST, **HOSTS),
-     ["drop c: a and c both answer"]),
-    ("a newcomer's host was cut off from the only one with the state",
-     now(LATE, killed(at="b"), STARTING, of=(0, 1), broken=BROKEN, **HOSTS),
-     ["fence 0: nobody holds the state"]),
-    ("... which is in the memory of a host whose next worker is coming",
-     now(LATE, killed(at="b"), w("starting", at="b"), of=(0, 1), broken=BROKEN,
-         **{**HOSTS, "held": frozenset("b")}), []),
+    ("two hosts have lost each other", now(IN, CUT, HALF, **HOSTS),
+     ["drop b: a and b both answer, but do", "start 1"]),
+    ("... and one does not answer since", now(IN, CUT, MUTE, **HOSTS),
+     ["drop b: b does not answer, and its", "start 1"]),
+    ("... but that was just now", now(IN, CUT_NOW, HALF, **HOSTS), []),
+    ("one cannot reach anybody", now(w("in", at="a", at_name="a"), HALF, LOST, **HOSTS),
+     ["drop c: a and c both answer", "start 1"]),
+    ("a newcomer is left without the state", now(LATE, killed(at="b"), of=(0, 1), **BEREFT),
+     ["start 2", "fence 0: nobody holds the state", "start 1"]),
+    ("... but it is in the memory of a host whose next worker comes",
+     now(LATE, killed(at="b"), w("starting", at="b"), of=(0, 1), **BEREFT | HELD_BY_B),
+     ["start 1"]),
     # ---- joining and leaving
     ("a worker joins", now(IN, IN, SPARE), ["halt: worker 2 joins"]),
     ("two workers join", now(IN, SPARE, SPARE), ["halt: workers 1, 2 join"]),

@@ -316,6 +316,22 @@ class Run:
         self.stack.close()
 
 
+def test_a_view_is_left_when_its_courier_is_done() -> None:
+    """It could write to what the next view uses; and nobody breaks a view that is left twice."""
+    with segment() as fd:
+        memory, world, view = Memory(fd), World(0, 3, (2, 1)), View(1)
+        room = Room(memory, Sizes({torch.float32: 16}, 2, 64))
+        local = Shared(world, room, 1, spin=False, patience=view)
+        tiers = Tiers(
+            world, local, lambda patience: Between(world, view, patience, []), patience=view
+        )
+        never = tiers.send(lambda: tiers.readiness().wait_until(5))
+        more = tiers.send(lambda: None)
+        tiers.close()
+        assert never.done() and more.done()
+        assert isinstance(never.exception(), Broken)
+
+
 NEXT = ("the same hosts", "the other host", "its own host", "the other host and a new one")
 
 

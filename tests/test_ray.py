@@ -183,6 +183,23 @@ def test_a_killed_porter_is_given_up_at_once_and_replaced(
 
 
 @needs_ray
+def test_idle_room_is_given_back_and_asked_for_again(
+    session: Session, calm: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(ray_hosts, "IDLE_S", 0.5)
+    free = session.ray.available_resources()["CPU"]
+    hands = open_engine("ray", Wish(worker_resources=CPU))
+    try:
+        for name in ("first", "second"):
+            report = train(tmp_path / name, workers=1, launcher=hands)
+            assert report.fingerprint == calm
+            until(lambda: not porters(session), 20)
+            until(lambda: session.ray.available_resources().get("CPU") == free, 20)
+    finally:
+        hands.close()
+
+
+@needs_ray
 @pytest.mark.usefixtures("session")
 def test_more_than_there_is_is_refused_in_words(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -356,6 +373,7 @@ def slow_task(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Callable[
 
 
 @needs_ray
+@pytest.mark.timeout(300)
 def test_a_node_dies_and_the_others_go_on(
     nodes: Nodes, slow_task: tuple[Path, Callable[[int], str]], tmp_path: Path
 ) -> None:
@@ -370,6 +388,7 @@ def test_a_node_dies_and_the_others_go_on(
 
 
 @needs_ray
+@pytest.mark.timeout(300)
 @pytest.mark.slow
 def test_a_node_that_is_cut_off_is_replaced_by_another(
     nodes: Nodes, slow_task: tuple[Path, Callable[[int], str]], tmp_path: Path
@@ -393,6 +412,7 @@ def test_a_node_that_is_cut_off_is_replaced_by_another(
 
 
 @needs_ray
+@pytest.mark.timeout(300)
 @pytest.mark.slow
 def test_a_run_grows_with_the_cluster(
     nodes: Nodes, slow_task: tuple[Path, Callable[[int], str]], tmp_path: Path
@@ -412,6 +432,7 @@ def test_a_run_grows_with_the_cluster(
 
 
 @needs_ray
+@pytest.mark.timeout(300)
 @pytest.mark.slow
 def test_a_killed_driver_leaves_nothing_on_the_cluster(
     nodes: Nodes, slow_task: tuple[Path, Callable[[int], str]], tmp_path: Path

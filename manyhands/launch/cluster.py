@@ -110,6 +110,8 @@ class Cluster:
         """Killed, and not seen dead yet: their slots can be given away."""
         self.log_of: dict[int, Path] = {}
         self.drops = Counter[str]()
+        self.unborn: list[Exit] = []
+        """Workers that could not even be started."""
         self.closed = False
         self.selector = selectors.DefaultSelector()
         self.selector.register(self.gate.event, selectors.EVENT_READ)
@@ -194,17 +196,18 @@ class Cluster:
     def start(self, worker: int, orders: bytes, log: Path) -> None:
         self.used = True
         key = self.at[worker]
-        if key == "":
-            if self.here is not None:
-                self.here.start(worker, orders, log)
-            return
-        if key in self.hosts:
+        if key == "" and self.here is not None:
+            self.here.start(worker, orders, log)
+        elif key not in self.hosts:
+            self.unborn.append(Exit(worker, 0, -9, lost="no host had room for it"))
+        else:
             self.hosts[key].workers[worker] = 0
             self.log_of[worker] = log.absolute()
             self.gate.send(key, Start(worker, orders, str(log.absolute())))
 
     def poll(self) -> list[Sign]:
         signs: list[Sign] = [] if self.here is None else self.here.poll()
+        signs, self.unborn = [*signs, *self.unborn], []
         signs += [] if self.provider is None else self.provider.news()
         if (text := self.gate.strangers.words()) is not None:
             signs.append(Alarm(text))
@@ -270,7 +273,8 @@ class Cluster:
     def drop(self, at: str, because: str) -> None:
         """Until it comes back as somebody new, each time later: it may be no better then."""
         if at in self.hosts:
-            name = self.hosts[at].guest.here.name
+            guest = self.hosts[at].guest
+            name, guest.settled = guest.here.name, None  # nobody is started there any more
             self.drops[name] += 1
             wait_s = min(MOST_REST_S, REST_S * 2 ** (self.drops[name] - 1))
             self.gate.drop(at, because, wait_s)

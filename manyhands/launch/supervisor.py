@@ -122,6 +122,7 @@ class Supervisor:
                 self.launcher.kill(worker)
             case decisions.Drop(at=at, because=because):
                 self.launcher.drop(at, because)
+                self.now.capacity = self.launcher.capacity()
                 for worker in self.now.workers.values():
                     if worker.at == at and worker.alive:
                         worker.fenced = because

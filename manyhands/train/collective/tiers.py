@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from manyhands.errors import Broken
 from manyhands.train.collective.contract import (
     FACTS,
     Bounds,
@@ -85,6 +86,8 @@ class Tiers:
     def _run(self, errand: Callable[[], T]) -> T:
         if self._failed is not None:
             raise self._failed
+        if self._closed.is_set():
+            raise Broken("this view was left")
         try:
             return errand()
         except BaseException as error:
@@ -149,6 +152,6 @@ class Tiers:
         if self._courier is not None:
             if self.between is not None:
                 self.between.close()
-            self._courier.shutdown(wait=False, cancel_futures=True)
+            self._courier.shutdown(wait=False)
             wait([self._sent] if self._sent is not None else [], timeout=CLOSING_S)
         self.local.close()

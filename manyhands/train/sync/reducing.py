@@ -88,6 +88,10 @@ class Reducing:
             ]
             for bucket in self.buckets
         ]
+        self._buckets_of = [
+            [k for k, bucket in enumerate(self.buckets) if piece in bucket.pieces]
+            for piece in range(len(layout.trainable))
+        ]
         self._words = tiers.readiness()
         self._steps = 0
         self._waiting: list[int] = []
@@ -105,9 +109,8 @@ class Reducing:
 
     def finished(self, piece: int) -> None:
         """This worker has nothing more to add to a piece."""
-        for k, bucket in enumerate(self.buckets):
-            if piece in bucket.pieces:
-                self._waiting[k] -= 1
+        for k in self._buckets_of[piece]:
+            self._waiting[k] -= 1
         before = self._ready
         while self._ready < len(self.buckets) and self._waiting[self._ready] == 0:
             self._ready += 1
