@@ -215,6 +215,7 @@ def test_porters_that_join(tmp_path: Path, token: Path, free_port: int) -> None:
     }
 
 
+@pytest.mark.slow
 def test_hosts_over_ssh(tmp_path: Path) -> None:
     """Here ssh is a script: b is started, nobody answers at c."""
     ssh = tmp_path / "ssh"
@@ -271,6 +272,7 @@ def test_two_hosts_that_do_not_reach_each_other(examined: Any) -> None:
     assert said.count("MB/s") == 2, "the driver's host reaches both"
 
 
+@pytest.mark.slow
 def test_a_slow_link(examined: Any) -> None:
     code, said = examined(lambda net: net.hosts[1].limit(20))
     assert code == 0, said

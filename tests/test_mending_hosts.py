@@ -316,6 +316,36 @@ class Run:
         self.stack.close()
 
 
+def test_whoever_has_not_got_all_of_the_state_says_so() -> None:
+    """The only holder dies while a newcomer takes it over: it has all of it, or says that it has
+    nothing; and it never goes on with a part."""
+    train = TrainConfig(batch=12, micro_batch=2)
+    outcomes: list[list[list[Tensor]]] = []
+    refused = 0
+    for nth in range(0, 200, 2):
+        run = Run("odd", train, [1])
+        run.view(fresh=True)
+        run.together(Hand.step)
+        run.homes.append(run.home(1))
+        holder, newcomer = run.homes
+        died = run.view(Death(nth), holder.hands[0])
+        run.homes = [newcomer]
+        (hand,) = newcomer.hands
+        if hand.sync.holds:
+            assert not run.view()
+            outcomes.append(run.outcomes())
+        else:
+            refused += 1
+            with pytest.raises(Broken, match="nobody holds"):
+                hand.join(View(run.generation + 1), World(0, 1), fresh=False)
+        run.close()
+        if not died:
+            break
+    assert outcomes and refused
+    for found in outcomes:
+        assert all(map(torch.equal, found[0], outcomes[0][0]))
+
+
 def test_a_view_is_left_when_its_courier_is_done() -> None:
     """It could write to what the next view uses; and nobody breaks a view that is left twice."""
     with segment() as fd:

@@ -354,6 +354,7 @@ WITHOUT_RANK_1 = [
 
 @needs_mpi
 @as_in_4
+@pytest.mark.slow
 class TestDeath:
     def test_mpirun_ends_the_job_when_one_of_its_processes_is_killed(self, tmp_path: Path) -> None:
         with mpirun(tmp_path) as job:

@@ -442,6 +442,7 @@ def test_a_real_run_gets_the_workers_it_needs(
     assert "wish" not in status(RunDir(to)), "it is over"
 
 
+@pytest.mark.slow
 def test_a_person_wins_over_the_choice_and_a_resume_may_wish_anew(
     launcher: Launcher, reference: Callable[[int], str], tmp_path: Path
 ) -> None:

@@ -183,6 +183,7 @@ def test_a_killed_porter_is_given_up_at_once_and_replaced(
 
 
 @needs_ray
+@pytest.mark.slow
 def test_idle_room_is_given_back_and_asked_for_again(
     session: Session, calm: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -291,6 +292,7 @@ TASK = Path(__file__).parent.parent / "examples" / "01_digits.py"
 
 
 @needs_ray
+@pytest.mark.slow
 def test_nothing_is_left_of_a_ray_of_our_own(tmp_path: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="mh-", dir="/tmp") as short:  # Ray makes sockets there
         command = [sys.executable, "-m", "manyhands", "train", str(TASK), "--engine", "ray"]
@@ -374,6 +376,7 @@ def slow_task(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Callable[
 
 @needs_ray
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_a_node_dies_and_the_others_go_on(
     nodes: Nodes, slow_task: tuple[Path, Callable[[int], str]], tmp_path: Path
 ) -> None:

@@ -14,7 +14,8 @@ import pytest
 
 import manyhands as mh
 from manyhands import events, ledger
-from manyhands.launch.launchers import Launcher
+from manyhands.launch.agent import Exit
+from manyhands.launch.launchers import Launcher, Local, create_segments
 from manyhands.proof import check
 from manyhands.rundir import RunDir
 from manyhands.testing.faults import FaultPlan
@@ -319,3 +320,19 @@ def test_the_agent_itself_is_killed(tmp_path: Path, calm: Callable[..., str]) ->
         local.close()
     assert killed and report.recoveries >= 1
     assert report.fingerprint == calm("train.steps=200")
+
+
+def test_the_agent_is_killed_before_it_has_read_its_orders(tmp_path: Path) -> None:
+    """Then its end looks like a broken connection."""
+    local = Local("manyhands.worker:main", create_segments())
+    agent = local.agent.pid
+    try:
+        os.kill(agent, signal.SIGSTOP)
+        local.start(0, b"", tmp_path / "log")
+        os.kill(agent, signal.SIGKILL)
+        while not (signs := local.poll()):
+            pass
+        assert [sign.worker for sign in signs if isinstance(sign, Exit)] == [0]
+        assert local.agent.pid != agent and local.agent.poll() is None
+    finally:
+        local.close()

@@ -372,6 +372,7 @@ def test_a_host_is_killed(loopback: Loopback, calm: Callable[[], str]) -> None:
     assert loopback.finish() == calm()
 
 
+@pytest.mark.slow
 def test_a_host_joins_half_way(loopback: Loopback, web: Web, calm: Callable[[], str]) -> None:
     loopback.slow.touch()
     loopback.join("b")
@@ -386,6 +387,7 @@ def test_a_host_joins_half_way(loopback: Loopback, web: Web, calm: Callable[[], 
     assert set(from_origin(web).values()) == {1}
 
 
+@pytest.mark.slow
 def test_every_host_replicates_for_itself(
     loopback: Loopback, web: Web, calm: Callable[[], str]
 ) -> None:

@@ -22,6 +22,7 @@ from zmq.auth.thread import ThreadAuthenticator
 from manyhands.credentials import Credentials
 from manyhands.launch.agent import Exit, Started
 from manyhands.launch.joining import (
+    IDLE_S,
     PIECE_BYTES,
     PING_S,
     Bye,
@@ -131,6 +132,7 @@ class Gate:
         def tell() -> None:
             self._load, self._task_fd = load, task_fd
             for guest in self.guests.values():
+                guest.heard = time.monotonic()  # it may have had a longer lease until now
                 self._welcome(guest)
 
         self._do(tell)
@@ -263,14 +265,12 @@ class Gate:
     def _ping(self, now: float) -> None:
         self._number += 1
         for key, guest in list(self.guests.items()):
-            if self._load is not None and now - guest.heard > self._load.lease_s:
+            if now - guest.heard > (IDLE_S if self._load is None else self._load.lease_s):
                 silent = f"host {guest.here.name} has not answered for {now - guest.heard:.1f} s"
                 self._give_up(key, silent)
                 continue
             guest.pings.append((self._number, now))
             self._send(key, Ping(self._number))
-            if self._load is None:
-                guest.heard = now
 
     def _give_up(self, key: str, because: str, wait_s: float = 0.0) -> None:
         if self.guests.pop(key, None) is not None:

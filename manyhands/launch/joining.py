@@ -19,6 +19,8 @@ import msgspec
 from manyhands.launch.agent import Exit, Kill, Start, Started
 
 PING_S = 0.25
+IDLE_S = 10.0
+"""The lease as long as there is no run."""
 PIECE_BYTES = 1 << 20
 WINDOW = 8
 """Pieces that a porter has asked for and not received yet."""

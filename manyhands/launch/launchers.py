@@ -211,7 +211,10 @@ class Local:
         signs: list[Sign] = []
         with suppress(BlockingIOError):
             while True:
-                data = self.channel.recv(MAX_MESSAGE, socket.MSG_DONTWAIT)
+                try:
+                    data = self.channel.recv(MAX_MESSAGE, socket.MSG_DONTWAIT)
+                except ConnectionResetError:  # it was killed before it had read everything
+                    data = b""
                 if not data:
                     return signs + self._agent_gone()
                 sign = decode_from_agent(data)

@@ -32,6 +32,7 @@ from manyhands.errors import RequestError
 from manyhands.launch.agent import Exit, Kill, Start
 from manyhands.launch.baggage import Unpacking
 from manyhands.launch.joining import (
+    IDLE_S,
     PIECE_BYTES,
     PING_S,
     WINDOW,
@@ -160,7 +161,7 @@ class _Visit:
         self.logs: dict[int, tuple[Path, int]] = {}
         self.poller = zmq.Poller()
         self.probe: Probe | None = None
-        self.lease_s = 10.0  # to be heard of for the first time
+        self.lease_s = IDLE_S
         self.heard = time.monotonic()
         self.socket.connect(f"tcp://{_bracketed(offer.host)}:{offer.port}")
 
@@ -286,7 +287,7 @@ class _Visit:
                 self._inquire(line)
             case Blank():
                 self.hands.stop()
-                self.load, self.lease_s = None, 10.0
+                self.load, self.lease_s = None, IDLE_S
                 self._forget_files()
                 self.logs.clear()
             case Dropped(because=because, wait_s=wait_s):
