@@ -109,8 +109,8 @@ def test_a_killed_worker(
     run.now()
     kill(*victims[which])
     run.view_of(2, 3)
-    run.step()
     run.view_of(4)
+    run.step()
     assert run.finish() == calm(kind)
     assert run.recoveries == 1
 

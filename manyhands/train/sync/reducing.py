@@ -30,7 +30,9 @@ from manyhands.train.collective.tiers import Tiers
 from manyhands.train.layout import Layout
 from manyhands.train.sync.canonical import TreeSum, finish
 
-BUCKET_BYTES = 4 << 20
+LEAST_BYTES, MOST_BYTES, PARTS = 1 << 19, 4 << 20, 16
+"""Of a bucket: a sixteenth of the gradient within these limits. Larger ones leave less to overlap,
+smaller ones cost more round trips."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +42,10 @@ class Bucket:
     """Of the trainable ones, those that lie in it, wholly or in part."""
 
 
-def buckets(layout: Layout, nbytes: int = BUCKET_BYTES) -> list[Bucket]:
+def buckets(layout: Layout, nbytes: int | None = None) -> list[Bucket]:
     """All trainable pieces, from the last to the first, in stretches of about `nbytes`."""
+    total = sum(piece.numel * piece.dtype.itemsize for piece in layout.trainable)
+    nbytes = nbytes or min(MOST_BYTES, max(LEAST_BYTES, total // PARTS))
     found: list[Bucket] = []
     stop = len(layout.trainable)
     size = 0
