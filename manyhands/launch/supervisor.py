@@ -394,7 +394,7 @@ class Supervisor:
                     m.rank,
                     m.worker,
                     m.pid,
-                    m.host,
+                    worker.at_name or m.host,
                     worker.step,
                     worker.samples_per_s,
                     len(dealt[m.rank]),
