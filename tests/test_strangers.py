@@ -309,8 +309,7 @@ def test_noise_at_every_port_changes_nothing(
     )
     assert mark == calm.fingerprint
     assert driving.report is not None and driving.report.recoveries == 0
-    assert not driving.events("Lost")
-    assert {e["how"] for e in driving.events("Exited")} <= {"code 0"}, "all went at the end"
+    assert not driving.events("Lost") and not driving.events("Exited")
     at_the_gate = " ".join(warned(f"127.0.0.1:{port}"))
     assert "with another key" in at_the_gate and "did not speak our language" in at_the_gate
     assert "that made no sense" in at_the_gate

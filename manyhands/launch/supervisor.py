@@ -217,8 +217,9 @@ class Supervisor:
         rank = self.now.rank_of(sign.worker)
         self.clocks.enter(worker, "gone")
         self.now.oom_kills = oom_kills() - self.oom_before
-        how = f"signal {-sign.code}" if sign.code < 0 else f"code {sign.code}"
-        self.audience.event(events.Exited(rank=rank, pid=sign.pid, how=how))
+        if sign.code != 0:  # its Left may still be on the way; if none comes, it is told as Lost
+            how = f"signal {-sign.code}" if sign.code < 0 else f"code {sign.code}"
+            self.audience.event(events.Exited(rank=rank, pid=sign.pid, how=how))
 
     # ---- what workers say
 
