@@ -100,6 +100,7 @@ def serve(offer: Offer, say: Say = print) -> int:
     """Until the run is over (0), or the driver could not be found any more (1)."""
     with _asked_to_go(tied=offer.tied) as asked, _launcher(offer.entry) as hands:
         since = time.monotonic()
+        say(f"looking for a run at {offer.host}:{offer.port}")
         while not asked():
             visit = _Visit(offer, hands, say, asked)
             try:
@@ -161,7 +162,7 @@ class _Visit:
         self.logs: dict[int, tuple[Path, int]] = {}
         self.poller = zmq.Poller()
         self.probe: Probe | None = None
-        self.lease_s = IDLE_S
+        self.lease_s = min(IDLE_S, offer.patience_s)
         self.heard = time.monotonic()
         self.socket.connect(f"tcp://{_bracketed(offer.host)}:{offer.port}")
 
