@@ -18,7 +18,7 @@ SETTINGS = ["--set", "train.epochs=2"]
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
-@pytest.mark.parametrize("collective", ["mpi", "sockets"])
+@pytest.mark.parametrize("collective", ["mpi", pytest.param("sockets", marks=pytest.mark.slow)])
 def test_agents_started_by_mpirun(tmp_path: Path, collective: str) -> None:
     token, run = tmp_path / "token", tmp_path / "run"
     write_token(token, new_secret())

@@ -169,7 +169,7 @@ def test_killed_at_any_moment_and_continued(tmp_path: Path) -> None:
         kills += 1
         if (stormy / "manifest.json").exists():  # all that was left to do was tidying up
             break
-        took *= 1.0 if kills < 6 else 2.0
+        took *= 1.0 if kills < 3 else 2.0
     assert kills > 0
     with pytest.raises(DataError, match="already holds"):
         mh.prepare([source], stormy)
@@ -583,12 +583,20 @@ def test_damage_is_found_and_named(tmp_path: Path, how: str, launcher: Launcher)
     assert shard.name in str(caught.value)
 
 
-def test_the_command_line(tmp_path: Path) -> None:
+def test_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from manyhands.cli import main
+
     source = people(tmp_path / "people.csv", 300)
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "manyhands", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        monkeypatch.setattr(sys, "argv", ["manyhands", *arguments])
+        with pytest.raises(SystemExit) as left:
+            main()
+        code = left.value.code
+        assert isinstance(code, int)
+        return subprocess.CompletedProcess(arguments, code, *capsys.readouterr())
 
     to = str(tmp_path / "out")
     made = run("prepare", str(source), "--label", "income", "--to", to)

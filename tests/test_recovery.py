@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 from collections.abc import Callable, Generator
@@ -283,7 +284,7 @@ def test_the_verdict_of_a_recovery(go: Go) -> None:
     assert "killed by signal 9" in verdict["what"]
     assert verdict["noticed_by"] == "the host agent saw it end"
     assert verdict["recomputed"] == 8 and verdict["seconds"] > 0
-    assert "2 workers went on" in verdict["decided"]
+    assert re.search("[23] workers went on", verdict["decided"])  # a quick replacement counts
 
 
 def test_losses_without_progress_end_the_run(go: Go) -> None:

@@ -108,7 +108,7 @@ def raw(lanes: Lanes) -> dict[torch.dtype, bytes]:
     return {d: lane.view(torch.uint8).numpy().tobytes() for d, lane in lanes.items()}
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(
     layout=layouts,
     workers=st.lists(st.integers(1, 3), min_size=2, max_size=4),

@@ -32,8 +32,15 @@ def fingerprint(launcher: Launcher, to: Path, kind: str, workers: int, *settings
     return report.fingerprint
 
 
-@pytest.mark.parametrize("kind", SETTINGS)
-@pytest.mark.parametrize(("m", "size"), [(6, 6), (8, 4), (13, 3)])
+CUTS = [(8, 4), (6, 6), (13, 3)]
+CASES = [
+    pytest.param(kind, *cut, marks=[pytest.mark.slow] * (k > 0 and kind not in ("cnn", "odd")))
+    for kind in SETTINGS
+    for k, cut in enumerate(CUTS)
+]
+
+
+@pytest.mark.parametrize(("kind", "m", "size"), CASES)
 def test_any_number_of_workers_gives_the_same_bits(
     kind: str, m: int, size: int, launcher: Launcher, tmp_path: Path
 ) -> None:

@@ -343,6 +343,7 @@ def shards_in(loopback: Loopback, name: str) -> set[str]:
     return {path.name for path in folder.glob("*.arrow")}
 
 
+@pytest.mark.slow
 def test_three_hosts_ask_the_origin_once(
     loopback: Loopback, web: Web, folder: Path, calm: Callable[[], str]
 ) -> None:

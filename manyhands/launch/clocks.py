@@ -1,11 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The supervisor's clocks: how long ago each worker was heard of, got something done, or ended."""
+"""The supervisor's clocks: how long ago each worker was heard of, got something done, or ended.
+
+They stand still while the supervisor itself is not looking. A machine that stops for two seconds
+(or a disk that makes the supervisor wait) stops those who should have been heard as well, and what
+they said is still in the queue: nobody is blamed for time in which nobody listened.
+"""
 
 import time
 from dataclasses import dataclass
 
 from manyhands.launch.messages import Beat
 from manyhands.launch.situation import Phase, Situation, Worker
+
+GLANCE_S = 0.25
+"""The supervisor looks more often than this, unless it is kept from it."""
 
 
 @dataclass(slots=True)
@@ -20,6 +28,7 @@ class Clocks:
     def __init__(self) -> None:
         self._of: dict[int, _Times] = {}
         self._began = 0.0
+        self._looked = time.monotonic()
 
     def start(self, worker: int) -> None:
         now = time.monotonic()
@@ -52,9 +61,20 @@ class Clocks:
 
     def write_down(self, situation: Situation) -> None:
         now = time.monotonic()
+        self._forgive(now, now - self._looked - GLANCE_S)
+        self._looked = now
         for worker in situation.workers.values():
             times = self._of[worker.number]
             worker.silent_s, worker.phase_s = now - times.heard, now - times.phase
             worker.stuck_s = now - times.progress[1]
             worker.ended_s = now - times.ended if times.ended else 0.0
         situation.measured_s = now - self._began if situation.running else 0.0
+
+    def _forgive(self, now: float, away: float) -> None:
+        """The supervisor was away for so long: it does not count."""
+        if away <= 0:
+            return
+        for times in self._of.values():
+            times.heard = min(now, times.heard + away)
+            times.phase = min(now, times.phase + away)
+            times.progress = (times.progress[0], min(now, times.progress[1] + away))
