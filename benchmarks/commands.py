@@ -28,12 +28,14 @@ class Ran:
     started: float
     """In seconds since the epoch."""
     peak_memory_bytes: int
+    peak_children_bytes: int
+    """Of all processes but the first."""
 
 
 def run(command: Sequence[str], *, variables: Mapping[str, str], timeout_s: float) -> Ran:
     """Raises RuntimeError, with the end of what it printed, when the command fails or is late."""
     seen: set[psutil.Process] = set()
-    peak = 0
+    peak = below = 0
     with tempfile.TemporaryFile("w+") as log:
         started = time.time()
         process = psutil.Popen(
@@ -49,7 +51,8 @@ def run(command: Sequence[str], *, variables: Mapping[str, str], timeout_s: floa
                 before = time.thread_time()
                 alive = _family(process)
                 seen.update(alive)
-                peak = max(peak, sum(_pss_bytes(p.pid) for p in alive))
+                sizes = [_pss_bytes(p.pid) for p in alive]
+                peak, below = max(peak, sum(sizes)), max(below, sum(sizes[1:]))
                 took_s = time.thread_time() - before
                 with suppress(psutil.TimeoutExpired):
                     process.wait(max(SAMPLE_EVERY_S, REST * took_s))
@@ -60,7 +63,7 @@ def run(command: Sequence[str], *, variables: Mapping[str, str], timeout_s: floa
             log.seek(0)
             how = f"took more than {timeout_s:.0f} s" if code is None else f"ended with code {code}"
             raise RuntimeError(f"{' '.join(command)}\n{how}:\n{log.read()[-4000:]}")
-    return Ran(started, peak)
+    return Ran(started, peak, below)
 
 
 def _family(process: psutil.Process) -> list[psutil.Process]:

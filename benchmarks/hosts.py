@@ -18,6 +18,7 @@ driver hears of it (heartbeats come every 0.25 s): kill -9 of a worker on anothe
 is cut off and killed whole, a link that is cut for ever. Default settings.
 """
 
+import itertools
 import json
 import os
 import signal
@@ -63,7 +64,13 @@ TARGETS = {
     for link in LINKS
 }
 TARGETS |= {(what, "seconds"): Wanted("≤", s, of_ratio=False) for what, s in SECONDS.items()}
-TARGETS[("gpt 2x1 1G", "gain")] = Wanted("≥", 0.8, of_ratio=False)
+SLOW = {"1G": 1000.0, "500M": 500.0, "250M": 250.0}
+STEPS_OF_OVERLAP = {"gpt": 16, "tower": 40}
+TARGETS |= {
+    (f"{work} 2x1 {link}", "gain"): Wanted("≥", 0.8, of_ratio=False)
+    for work in STEPS_OF_OVERLAP
+    for link in SLOW
+}
 
 
 # ---- speed
@@ -168,20 +175,19 @@ def speed(samples: rows.Samples, rounds: int, *, quick: bool, works: Sequence[st
 
 
 def overlap(samples: rows.Samples, rounds: int, *, quick: bool) -> None:
-    work, steps = "gpt", 8 if quick else STEPS["gpt"]
-    batch = WORKS[work].batch
     with Network(hosts=2) as net:
-        net.limit(LINKS["1G"])
-        for _ in range(rounds):
+        for link, work, _ in itertools.product(SLOW, STEPS_OF_OVERLAP, range(rounds)):
+            net.limit(SLOW[link])
+            steps, batch = STEPS_OF_OVERLAP[work] // (4 if quick else 1), WORKS[work].batch
             on, off = (
                 batch / samples_per_s(net, "manyhands", work, 1, steps, f"train.overlap={word}")
                 for word in ("true", "false")
             )
             backward, exchange = backward_s(work), exchange_s(net, work)
             gain = (off - on) / min(backward, exchange)
-            samples.setdefault(("gpt 2x1 1G", "manyhands", "gain"), []).append(gain)
+            samples.setdefault((f"{work} 2x1 {link}", "manyhands", "gain"), []).append(gain)
             console.print(
-                f"overlap: a step takes {off:.3f} s without and {on:.3f} s with it; backward "
+                f"{work} {link}: a step takes {off:.3f} s without and {on:.3f} s with it; backward "
                 f"{backward:.3f} s, exchange {exchange:.3f} s: gain {gain:.2f}"
             )
 

@@ -41,6 +41,12 @@ def mlp() -> nn.Module:
     )
 
 
+def tower() -> nn.Module:
+    """4.2 million parameters in equal layers: their gradients come evenly, all through backward."""
+    layers = [layer for _ in range(15) for layer in (nn.Linear(512, 512), nn.ReLU())]
+    return nn.Sequential(nn.Linear(512, 512), nn.ReLU(), *layers, nn.Linear(512, 10))
+
+
 def cnn() -> nn.Module:
     def convolution(inward: int, outward: int) -> list[nn.Module]:
         return [
@@ -125,6 +131,7 @@ def text(records: int, length: int, vocabulary: int) -> Batch:
 
 WORKS = {
     "mlp": Work(mlp, classify, lambda: images(4096, 784), per_worker=128, steps=600),
+    "tower": Work(tower, classify, lambda: images(4096, 512), per_worker=512, steps=60),
     "cnn": Work(cnn, classify, lambda: images(1024, 3, 32, 32), per_worker=64, steps=40),
     "gpt": Work(GPT, next_token, lambda: text(1024, 129, 4096), per_worker=8, steps=20),
 }

@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -129,7 +128,7 @@ def test_hosts_come_to_the_canonical_sum(
     view, sums, done = View(1), list[Lanes](), list[int]()
     threads: list[threading.Thread] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reducing, "buckets", partial(buckets, nbytes=nbytes))
+        patch.setattr(reducing, "bucket_bytes", lambda *_: nbytes)
         for host in range(len(workers)):
             world = World(sum(workers[:host]), ranks, tuple(workers))
             slots = [partial_sums(gradients, ranges[r]) for r in world.ranks_of(host)]

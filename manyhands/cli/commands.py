@@ -3,6 +3,7 @@
 
 import gc
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Generator
@@ -339,11 +340,17 @@ def _row(run: RunDir, status: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _started_early(engine: str, quiet: bool, wish: "Wish | None" = None) -> "Generator[Launcher]":
-    """Start the host agent before importing torch here, so that both import it side by side."""
+    """Start the host agent before importing torch here, so that both import it side by side.
+
+    Ray is waited for, so there torch is imported by a thread meanwhile.
+    """
     if sys.stderr.isatty() and not quiet:
         print("starting …", file=sys.stderr)
     from manyhands.launch.engines import open_engine
+    from manyhands.launch.on_ray import is_ray
 
+    if is_ray(engine):
+        threading.Thread(target=_run, name="import torch", daemon=True).start()
     launcher = open_engine(engine, wish)
     try:
         yield launcher

@@ -155,6 +155,8 @@ class RayHosts:
             if never or time.monotonic() > deadline:
                 self._drop_group(gang)
                 raise RequestError(self._refusal(gang.size, there, free))
+            with self.changing:
+                self._staff(gang)
             time.sleep(0.02)
         deadline = time.monotonic() + JOIN_S
         while self._here() < least:

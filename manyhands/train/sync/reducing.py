@@ -30,9 +30,9 @@ from manyhands.train.collective.tiers import Tiers
 from manyhands.train.layout import Layout
 from manyhands.train.sync.canonical import TreeSum, finish
 
-LEAST_BYTES, MOST_BYTES, PARTS = 1 << 19, 4 << 20, 16
-"""Of a bucket: a sixteenth of the gradient within these limits. Larger ones leave less to overlap,
-smaller ones cost more round trips."""
+PARTS, LEAST_BYTES, MOST_BYTES = 16, 256 << 10, 2 << 20
+"""A bucket is a sixteenth of the gradient, within limits of what each host has of it. Larger ones
+leave less to overlap, smaller ones cost more round trips."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +42,13 @@ class Bucket:
     """Of the trainable ones, those that lie in it, wholly or in part."""
 
 
-def buckets(layout: Layout, nbytes: int | None = None) -> list[Bucket]:
-    """All trainable pieces, from the last to the first, in stretches of about `nbytes`."""
+def bucket_bytes(layout: Layout, hosts: int) -> int:
     total = sum(piece.numel * piece.dtype.itemsize for piece in layout.trainable)
-    nbytes = nbytes or min(MOST_BYTES, max(LEAST_BYTES, total // PARTS))
+    return min(hosts * MOST_BYTES, max(hosts * LEAST_BYTES, total // PARTS))
+
+
+def buckets(layout: Layout, nbytes: int) -> list[Bucket]:
+    """All trainable pieces, from the last to the first, in stretches of about `nbytes`."""
     found: list[Bucket] = []
     stop = len(layout.trainable)
     size = 0
@@ -84,7 +87,7 @@ class Reducing:
 
     def __init__(self, layout: Layout, tiers: Tiers, sums: Lanes) -> None:
         self.tiers, self.sums, self.world = tiers, sums, tiers.world
-        self.buckets = buckets(layout)
+        self.buckets = buckets(layout, bucket_bytes(layout, self.world.num_hosts))
         self.owned: list[list[Bounds]] = [
             [
                 {d: _share(s, host, self.world.num_hosts) for d, s in bucket.bounds.items()}
