@@ -197,6 +197,7 @@ def porter(stack: ExitStack, port: int, token: Path, name: str) -> None:
     stack.callback(process.terminate)
 
 
+@pytest.mark.slow
 def test_porters_that_join(tmp_path: Path, token: Path, free_port: int) -> None:
     other = tmp_path / "other"
     write_token(other, new_secret())

@@ -95,7 +95,12 @@ def members(run: Running) -> list[int]:
 
 @pytest.mark.parametrize(
     ("kind", "which"),
-    [("cnn", "another"), ("odd", "first"), ("own", "here"), ("lstm", "all of it")],
+    [
+        ("cnn", "another"),
+        pytest.param("odd", "first", marks=pytest.mark.slow),
+        pytest.param("own", "here", marks=pytest.mark.slow),
+        ("lstm", "all of it"),
+    ],
 )
 def test_a_killed_worker(
     go: Go, calm: Calm, hosts: tuple[Host, ...], kind: str, which: str

@@ -712,7 +712,7 @@ def test_whoever_waits_for_one_who_hangs_may_give_up(hosts: Making) -> None:
         assert caught.value.lost == ()
 
 
-@pytest.mark.parametrize("numel", [64, BIG])
+@pytest.mark.parametrize("numel", [pytest.param(64, marks=pytest.mark.slow), BIG])
 def test_both_ends_of_a_link_that_is_cut_are_told(
     network: Callable[..., Network], numel: int
 ) -> None:

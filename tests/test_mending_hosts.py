@@ -69,7 +69,7 @@ def everything_is_small() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layout, "BLOCK", 512)
         patch.setattr(layout, "UNIT", 1024)
-        patch.setattr(reducing, "buckets", partial(reducing.buckets, nbytes=2000))
+        patch.setattr(reducing, "bucket_bytes", lambda *_: 2000)
         patch.setattr(allreduce, "compute", compute_alone)
         patch.setattr(tiers_module, "ThreadPoolExecutor", NamedCouriers)
         yield

@@ -67,6 +67,7 @@ def warm(network: Callable[..., Network], tmp_path: Path) -> Iterator[Warm]:
         yield made
 
 
+@pytest.mark.slow
 def test_a_run_measures_its_network(warm: Warm, launcher: Launcher, tmp_path: Path) -> None:
     """b is behind a slow link; c comes when training goes on."""
     _, b, c = warm.net.hosts

@@ -394,7 +394,7 @@ def reference(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> C
     ("wish", "workers", "warned"),
     [
         ({"samples_per_second": 30}, 1, False),
-        ({"samples_per_second": 150}, 2, False),
+        pytest.param({"samples_per_second": 150}, 2, False, marks=pytest.mark.slow),
         pytest.param({"finish_by": "4s"}, 2, True, marks=pytest.mark.slow),
     ],
     ids=["one is enough", "two are needed", "two are not enough"],

@@ -155,6 +155,7 @@ def _read(path: Path) -> str:
         return ""
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_killed_at_any_moment_and_continued(tmp_path: Path) -> None:
     source = people(tmp_path / "people.csv", 4000)

@@ -182,6 +182,7 @@ def test_a_killed_porter_is_given_up_at_once_and_replaced(
     until(lambda: not porters(session), 10)
 
 
+@pytest.mark.slow
 @needs_ray
 def test_idle_room_is_given_back_and_asked_for_again(
     session: Session, calm: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -235,6 +236,7 @@ def test_ray_is_an_executor(executor: RayExecutor) -> None:
         executor.submit(len, "x")
 
 
+@pytest.mark.slow
 @needs_ray
 def test_tasks_that_kill_their_process_are_run_again_and_told_at_last(
     executor: RayExecutor, tmp_path: Path
@@ -264,6 +266,7 @@ def test_prepared_data_has_the_same_bytes(tmp_path: Path) -> None:
     assert len(local) > 3 and local == ray
 
 
+@pytest.mark.slow
 @needs_ray
 @pytest.mark.usefixtures("session")
 def test_scores_are_the_same(launcher: Launcher, tmp_path: Path) -> None:

@@ -8,9 +8,8 @@ from manyhands.launch.launchers import Launcher
 from tests.soak import choose, run_round
 
 
-@pytest.mark.parametrize(
-    "seed", [7, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (6, 8))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [6, 7, 8])
 def test_disturbed_at_random(launcher: Launcher, tmp_path: Path, seed: int) -> None:
     done = run_round(choose(seed), launcher, tmp_path)
     assert not done.problems, f"after {done.disturbances}, {done.recoveries} recoveries"
