@@ -8,7 +8,6 @@ and the weights that were saved, to the last bit.
 """
 
 import shutil
-import tempfile
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,6 +22,7 @@ from manyhands.errors import CheckpointDamaged, RequestError
 from manyhands.finding import reload
 from manyhands.launch.engines import open_engine
 from manyhands.launch.launchers import Launcher
+from manyhands.launch.scratch import Scratch
 from manyhands.proof import check
 from manyhands.run import drive
 from manyhands.rundir import RunDir, open_run
@@ -81,9 +81,9 @@ def replay(
     first = _nearest(folder, step)
     hands = launcher or open_engine("local" if debug is None else "inline")
     losses: dict[int, float] = {}
-    scratch = Path(tempfile.mkdtemp(prefix="manyhands-replay-"))
+    scratch = Scratch("replay")
     try:
-        again = _copy(folder, scratch / "run", first)
+        again = _copy(folder, scratch.path / "run", first)
         job = Job(
             again,
             loaded,
@@ -100,7 +100,7 @@ def replay(
         return _compare(folder, again, Replayed(first, last, report.fingerprint, losses))
     finally:
         hands.stop() if launcher else hands.close()
-        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.close()
 
 
 def _steps_done(run: RunDir) -> int:

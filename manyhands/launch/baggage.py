@@ -7,12 +7,12 @@ there; so a relative path means the same as on the driver's host.
 
 import os
 import tarfile
-import tempfile
 import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from manyhands.errors import RequestError
+from manyhands.launch.scratch import Scratch
 
 MOST_BYTES = 1 << 30
 
@@ -60,7 +60,9 @@ class Unpacking:
     """Of what lies there, in a thread: a porter must not stop answering meanwhile."""
 
     def __init__(self, fd: int, start: int, end: int) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="manyhands-ship-"))
+        self.scratch = Scratch("ship")
+        self.folder = self.scratch.path / "files"
+        self.folder.mkdir()
         self.fd, self.start, self.end = fd, start, end
         self.error: Exception | None = None
         self.thread = threading.Thread(target=self._unpack, name="unpacking", daemon=True)

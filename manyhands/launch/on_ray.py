@@ -10,14 +10,11 @@ Nothing is left to what happens to lie around: address, folder and token are alw
 a `ray_current_cluster` file or a token in somebody's home changes what a plain `ray.init()` does.
 """
 
-import fcntl
 import importlib
 import os
 import secrets
-import shutil
 import signal
 import stat
-import tempfile
 import threading
 import time
 from collections.abc import Mapping
@@ -27,9 +24,9 @@ from typing import Any
 
 from manyhands.errors import RequestError
 from manyhands.launch.porter import address_towards
+from manyhands.launch.scratch import Scratch
 from manyhands.world import usable_cores, variables
 
-PREFIX = "manyhands-ray-"
 GONE_S = 10.0
 SILENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -83,12 +80,9 @@ class Session:
             self.own = False
             self.address = ray.util.get_node_ip_address()
             return ray
-        _sweep()
-        folder = self.folder = Path(tempfile.mkdtemp(prefix=PREFIX))
-        self.held.callback(shutil.rmtree, folder, ignore_errors=True)
-        lock = os.open(folder / "lock", os.O_CREAT | os.O_RDWR, 0o600)
-        self.held.callback(os.close, lock)
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        scratch = Scratch("ray")
+        self.held.callback(scratch.close)
+        folder = self.folder = scratch.path
         token = folder / "token"
         with open(os.open(token, os.O_CREAT | os.O_WRONLY | os.O_EXCL, 0o600), "w") as file:
             file.write(secrets.token_hex(32))
@@ -217,18 +211,6 @@ def _why_not_reached(address: str, here: str, error: Exception) -> str:
         f"the Ray cluster at {address} cannot be reached. Is it the port of its head (6379 as a "
         f"rule, not 10001)? Ray said: {text[-500:]}"
     )
-
-
-def _sweep() -> None:
-    """Folders of drivers that were killed."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        with suppress(OSError):
-            lock = os.open(folder / "lock", os.O_RDWR)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)
-            finally:
-                os.close(lock)
 
 
 def _see_gone(token: str) -> None:

@@ -9,11 +9,9 @@ tries to join anew, as somebody the driver has never seen, until its own patienc
 import errno
 import os
 import platform
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 import uuid
@@ -56,6 +54,7 @@ from manyhands.launch.joining import (
 )
 from manyhands.launch.launchers import WORKER, Alarm, Local, News, create_segments
 from manyhands.launch.probe import Probe
+from manyhands.launch.scratch import Scratch
 from manyhands.version import VERSION
 from manyhands.world import machine, torch_version
 
@@ -157,7 +156,8 @@ class _Visit:
         self.asked_for = self.arrived = 0
         self.settled = False
         self.going_since = 0.0
-        self.scratch: Path | None = None
+        self.scratch: Scratch | None = None
+        """What is written here for a run whose folder this host does not see."""
         self.unpacking: Unpacking | None = None
         self.logs: dict[int, tuple[Path, int]] = {}
         self.poller = zmq.Poller()
@@ -214,7 +214,7 @@ class _Visit:
         if self.probe is not None:
             self.probe.close()
         if self.scratch is not None:
-            shutil.rmtree(self.scratch, ignore_errors=True)
+            self.scratch.close()
 
     # ---- speaking
 
@@ -279,7 +279,7 @@ class _Visit:
             case Start(worker=worker, orders=orders, log=log):
                 path = Path(log)
                 if self.scratch is not None:
-                    path = self.scratch / f"worker-{worker}.log"
+                    path = self.scratch.path / f"worker-{worker}.log"
                     self.logs[worker] = path, 0
                 self.hands.start(worker, orders, path)
             case Kill(worker=worker):
@@ -305,7 +305,7 @@ class _Visit:
         self.asked_for = self.arrived = 0
         self.settled = False
         if not Path(load.run, load.marker).exists() and self.scratch is None:
-            self.scratch = Path(tempfile.mkdtemp(prefix="manyhands-"))
+            self.scratch = Scratch("run")
         self._ask_on()
 
     def _ask_on(self) -> None:
@@ -335,13 +335,13 @@ class _Visit:
     def _settle(self) -> None:
         assert self.load is not None
         self.settled, shares = True, self.scratch is None
-        run = self.load.run if self.scratch is None else str(self.scratch)
+        run = self.load.run if self.scratch is None else str(self.scratch.path)
         self._tell(Settled(fds=self.hands.fds, run=run, shares=shares))
 
     def _forget_files(self) -> None:
         self.hands.folder = ""
         if self.unpacking is not None:
-            shutil.rmtree(self.unpacking.folder, ignore_errors=True)
+            self.unpacking.scratch.close()
             self.unpacking = None
 
     def _take(self, offset: int, data: bytes) -> None:
