@@ -21,7 +21,7 @@ from manyhands.launch import tempo as tempo_module
 from manyhands.launch.control import Scale, ask
 from manyhands.launch.deadlines import Aim, read_aim, read_finish_by, shown, span
 from manyhands.launch.launchers import Launcher
-from manyhands.launch.pacing import MEMORY_S, NEARLY, Measured, workers_for
+from manyhands.launch.pacing import MEMORY_S, NEARLY, Speed, workers_for
 from manyhands.launch.tempo import Tempo
 from manyhands.monitor.status import status
 from manyhands.monitor.terminal import describe
@@ -40,10 +40,10 @@ def live(
     world: World, wanted: float, least: int, most: int, *, rounds: int, noise: float = 0.0
 ) -> list[int]:
     """How many workers there were at each measurement, if every choice is done at once."""
-    dice, measured, count = random.Random(3), list[Measured](), least
+    dice, measured, count = random.Random(3), list[Speed](), least
     for k in range(rounds):
         speed = world(count) * (1 + dice.uniform(-noise, noise))
-        measured.append(Measured(count, speed, k * EVERY_S))
+        measured.append(Speed(count, speed, k * EVERY_S))
         choice = workers_for(wanted, measured, k * EVERY_S, least, most)
         assert least <= choice.value <= most and choice.because
         count = choice.value
@@ -98,13 +98,13 @@ def test_it_comes_to_rest_where_more_workers_hardly_help(
 def test_whatever_was_measured_the_bounds_are_kept(
     found: list[tuple[int, float]], wanted: float, least: int, more: int
 ) -> None:
-    measured = [Measured(n, speed, float(k)) for k, (n, speed) in enumerate(found)]
+    measured = [Speed(n, speed, float(k)) for k, (n, speed) in enumerate(found)]
     choice = workers_for(wanted, measured, 100.0, least, least + more)
     assert least <= choice.value <= least + more
 
 
 def chosen(wanted: float, *speeds: tuple[int, float], most: int = 8, later_s: float = 0.0) -> str:
-    measured = [Measured(n, speed, k * EVERY_S) for k, (n, speed) in enumerate(speeds)]
+    measured = [Speed(n, speed, k * EVERY_S) for k, (n, speed) in enumerate(speeds)]
     at = measured[-1].at + later_s if measured else 0.0
     choice = workers_for(wanted, measured, at, 1, most, by=" by me")
     return f"{choice.value} {choice.because}"

@@ -26,7 +26,7 @@ MEMORY_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class Speed:
     workers: int
     samples_per_s: float
     at: float
@@ -64,7 +64,7 @@ class _Stay:
 
 def workers_for(
     wanted: float,
-    measured: Sequence[Measured],
+    measured: Sequence[Speed],
     now: float,
     least: int,
     most: int,
@@ -96,12 +96,12 @@ def workers_for(
     return Choice(count, said, True)
 
 
-def remembered(measured: Sequence[Measured], now: float) -> list[Measured]:
+def remembered(measured: Sequence[Speed], now: float) -> list[Speed]:
     """Those that still count; the last always does."""
     return [m for m in measured[:-1] if now - m.at <= MEMORY_S] + list(measured[-1:])
 
 
-def _stays(measured: Sequence[Measured]) -> list[_Stay]:
+def _stays(measured: Sequence[Speed]) -> list[_Stay]:
     stays: list[_Stay] = []
     for one in measured:
         if not stays or stays[-1].workers != one.workers:

@@ -12,7 +12,7 @@ from statistics import mean
 from manyhands import events
 from manyhands.launch.audience import Audience
 from manyhands.launch.deadlines import Aim
-from manyhands.launch.pacing import Choice, Measured, remembered, speed_text, workers_for
+from manyhands.launch.pacing import Choice, Speed, remembered, speed_text, workers_for
 from manyhands.launch.situation import Situation
 
 MEASURE_S = 5.0
@@ -56,7 +56,7 @@ class Tempo:
         self.aim, self.now, self.audience = aim, situation, audience
         self.left, self.least, self.most, self.want = left, situation.wanted, most, want
         self.choice = Choice(situation.wanted, "the fewest, to begin with", None)
-        self.measured: list[Measured] = []
+        self.measured: list[Speed] = []
         self.unmet = False
         """The wish cannot be met, and that was said."""
         self._window = _Window(0)
@@ -84,7 +84,7 @@ class Tempo:
         window.steps += now.step - seen[1]
         window.records += self.left(seen[1]) - self.left(now.step)
         if window.full:
-            found = Measured(workers, window.records / window.seconds, at)
+            found = Speed(workers, window.records / window.seconds, at)
             self.measured = remembered([*self.measured, found], at)
             self._fresh, self._window = True, _Window(workers)
 
