@@ -47,9 +47,10 @@ def most_workers(job: Job, launcher: Launcher, made: Plan) -> int:
 
 def room_for(job: Job, launcher: Launcher, made: Plan) -> Callable[[], int] | None:
     """How many workers there is room for, if that may change while training."""
-    if not isinstance(job.workers, tuple) or made.workers.value < job.workers[0]:
+    wish = (1, MOST_RANKS) if job.workers is None and launcher.grows else job.workers
+    if not isinstance(wish, tuple) or made.workers.value < wish[0]:
         return None
-    least, most = job.workers[0], min(job.workers[1], most_workers(job, launcher, made))
+    least, most = wish[0], min(wish[1], most_workers(job, launcher, made))
 
     def room() -> int:
         slots = launcher.capacity()

@@ -238,7 +238,7 @@ class Warm(Porters):
         empty(host)
 
     def train(
-        self, task: Task | str, *settings: str, pause_s: float, workers: int | str
+        self, task: Task | str, *settings: str, pause_s: float, workers: int | str | None
     ) -> "Running":
         """Slowly: every micro-batch takes a pause, until it is told to `finish`."""
         self.runs += 1
@@ -267,7 +267,7 @@ class Running(Watched):
         slow: Path,
         task: Task,
         settings: Sequence[str],
-        workers: int | str,
+        workers: int | str | None,
     ) -> None:
         super().__init__(run, lambda: self.thread.is_alive(), warm.said)
         self.warm, self.slow, self.task = warm, slow, task

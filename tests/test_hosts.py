@@ -73,7 +73,7 @@ def go(warm: Warm, hosts: tuple[Host, ...]) -> Go:
         kind: str = "cnn",
         *settings: str,
         pause_s: float = 0.05,
-        workers: int | str = "1:8",
+        workers: int | str | None = "1:8",
     ) -> Running:
         """A run that has begun on all hosts, each with so many workers."""
         warm.need(slots)
@@ -286,9 +286,10 @@ def no_workers_on(host: Host) -> None:
 
 
 def test_a_host_joins_half_way(go: Go, calm: Calm, warm: Warm, hosts: tuple[Host, ...]) -> None:
+    """Nobody has said how many workers there should be."""
     _, b, _, d = hosts
     warm.leave(d)
-    run = go({b: 1}, "own")
+    run = go({b: 1}, "own", workers=None)
     run.step(5)
     warm.start(d, 2)
     pids = run.view_of(4)

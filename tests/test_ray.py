@@ -22,7 +22,7 @@ from manyhands.errors import DataError, DataTaskFailed, RequestError
 from manyhands.launch import ray_hosts
 from manyhands.launch.engines import open_engine
 from manyhands.launch.launchers import Launcher
-from manyhands.launch.on_ray import Session, address_of, ray_processes
+from manyhands.launch.on_ray import Session, _why_not_reached, address_of, ray_processes
 from manyhands.launch.ray_executor import RayExecutor
 from manyhands.launch.ray_words import actor_options, missing, parse_resources, times
 from manyhands.launch.recruiting import Wish
@@ -71,6 +71,16 @@ def test_engines_are_read() -> None:
     for wish in (Wish(spread=True), Wish(worker_resources=CPU), Wish(ray_token_file=Path("f"))):
         with pytest.raises(RequestError, match="are for Ray"):
             open_engine("local", wish)
+
+
+def test_who_does_not_reach_ray_is_told_about_tls() -> None:
+    late = ConnectionError("Failed to connect")
+    late.__cause__ = RuntimeError("Failed:\nTraceback (most recent):\n  x\nRpcError: too late\n")
+    without = _why_not_reached("10.0.0.1:6379", "10.0.0.2", late, tls=False)
+    assert "set RAY_USE_TLS=1" in without and without.endswith("Ray said: RpcError: too late")
+    assert "files of its CA?" in _why_not_reached("10.0.0.1:6379", "10.0.0.2", late, tls=True)
+    other = RuntimeError("AuthToken is wrong")
+    assert "TLS" not in _why_not_reached("10.0.0.1:6379", "10.0.0.2", other, tls=True)
 
 
 @needs_ray

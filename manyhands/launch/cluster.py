@@ -120,6 +120,10 @@ class Cluster:
 
     # ---- what there is
 
+    @property
+    def grows(self) -> bool:
+        return self.provider is None  # who brings hosts is told how many are wanted
+
     def inventory(self) -> Machine:
         mine = machine()
         guests = [host.guest.here for host in self.hosts.values()]

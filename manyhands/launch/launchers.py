@@ -98,6 +98,11 @@ class Launcher(Protocol):
     replaceable: bool
     """Whether a worker can be killed, and another started in its place."""
 
+    @property
+    def grows(self) -> bool:
+        """Whether hosts may join on their own, at any time."""
+        ...
+
     def inventory(self) -> Machine: ...
 
     def reserve(self, least: int, most: int, threads: int) -> None:
@@ -161,7 +166,7 @@ class Local:
 
     most_workers: int | None = None
     listens = "127.0.0.1"
-    many, replaceable = False, True
+    many, grows, replaceable = False, False, True
 
     def __init__(self, entry: str, fds: tuple[int, int]) -> None:
         self.entry, self.fds = entry, fds
@@ -283,7 +288,7 @@ class Inline:
 
     most_workers: int | None = 1
     listens = "127.0.0.1"
-    many = replaceable = False
+    many = grows = replaceable = False
 
     def __init__(self, entry: str, fds: tuple[int, int]) -> None:
         module, _, function = entry.partition(":")

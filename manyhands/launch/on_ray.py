@@ -34,7 +34,7 @@ SILENT = {
     "RAY_DISABLE_DOCKER_CPU_WARNING": "1",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
-BRIEF = {"RAY_gcs_server_port_wait_time_s": "8"}  # to be reached; 20 by default, or 120
+BRIEF = {"RAY_gcs_server_port_wait_time_s": "1"}  # attempts, really, each of about 40 s; else 20
 SET_BY_RAY = ("PYTHONBREAKPOINT", "RAY_CLIENT_MODE")
 
 
@@ -87,16 +87,19 @@ class Session:
         with open(os.open(token, os.O_CREAT | os.O_WRONLY | os.O_EXCL, 0o600), "w") as file:
             file.write(secrets.token_hex(32))
         self._speak_with(ray, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)})
-        self._init(
-            ray,
-            address="local",
-            num_cpus=usable_cores(),
-            include_dashboard=False,
-            _temp_dir=str(folder / "ray"),
-            _system_config={"worker_niceness": 0},  # Ray's own choice is 15
-        )
         self.held.callback(_see_gone, str(token))
         self.held.callback(ray.shutdown)
+        try:
+            self._init(
+                ray,
+                address="local",
+                num_cpus=usable_cores(),
+                include_dashboard=False,
+                _temp_dir=str(folder / "ray"),
+                _system_config={"worker_niceness": 0},  # Ray's own choice is 15
+            )
+        except Exception as error:  # Ray raises many kinds
+            raise RequestError(f"Ray did not start here. It said: {_last_words(error)}") from error
         self.address = ray.util.get_node_ip_address()
         return ray
 
@@ -116,7 +119,8 @@ class Session:
         try:
             self._init(ray, address=address, _node_ip_address=self.address)
         except Exception as error:  # Ray raises many kinds
-            raise RequestError(_why_not_reached(address, self.address, error)) from error
+            tls = os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
+            raise RequestError(_why_not_reached(address, self.address, error, tls)) from error
         self.held.callback(ray.shutdown)
         return ray
 
@@ -195,7 +199,7 @@ def _check_token(file: Path) -> None:
         )
 
 
-def _why_not_reached(address: str, here: str, error: Exception) -> str:
+def _why_not_reached(address: str, here: str, error: Exception, tls: bool) -> str:
     text = " ".join(f"{error} {error.__cause__ or ''}".split())
     if "AuthToken" in text or "uthentication" in text:
         return (
@@ -207,10 +211,25 @@ def _why_not_reached(address: str, here: str, error: Exception) -> str:
             f"this host ({here}) is not a node of the Ray cluster at {address}, and a driver has "
             f"to run on one. Make it one: ray start --address {address} --num-cpus 0"
         )
+    if tls:
+        secure = (
+            "We speak TLS (RAY_USE_TLS): does the cluster, and do RAY_TLS_CA_CERT, "
+            "RAY_TLS_SERVER_CERT and RAY_TLS_SERVER_KEY name files of its CA?"
+        )
+    else:
+        secure = "If it speaks TLS, set RAY_USE_TLS=1 and RAY_TLS_* here too."
     return (
         f"the Ray cluster at {address} cannot be reached. Is it the port of its head (6379 as a "
-        f"rule, not 10001)? Ray said: {text[-500:]}"
+        f"rule, not 10001)? {secure} Ray said: {_last_words(error)}"
     )
+
+
+def _last_words(error: Exception) -> str:
+    """Ray puts a whole traceback into some of its messages."""
+    text = " ".join(f"{error} {error.__cause__ or ''}".split())
+    if "Traceback" in text:
+        text = f"{error.__cause__ or error}".strip().splitlines()[-1]
+    return text[-500:]
 
 
 def _see_gone(token: str) -> None:
