@@ -164,6 +164,11 @@ def search_path(path: Sequence[str]) -> None:
     sys.path[:] = [*theirs, *(entry for entry in sys.path if entry not in theirs)]
 
 
+def switched_on(variable: str) -> bool:
+    """Whether a variable of the environment says yes."""
+    return os.environ.get(variable, "").lower() in ("1", "true")
+
+
 @contextmanager
 def variables(changes: Mapping[str, str | None], also: Sequence[str] = ()) -> Generator[None]:
     """Environment variables for the time being; None takes one away.

@@ -131,6 +131,7 @@ def test_a_worker_that_hangs_on_another_host(go: Go, calm: Calm, hosts: tuple[Ho
     assert run.recoveries == 1
 
 
+@pytest.mark.slow
 def test_a_killed_porter(go: Go, calm: Calm, warm: Warm, hosts: tuple[Host, ...]) -> None:
     """All on its host die with it. Another can be started there, and takes part."""
     _, b, c, _ = hosts

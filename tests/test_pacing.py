@@ -393,7 +393,7 @@ def reference(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> C
 @pytest.mark.parametrize(
     ("wish", "workers", "warned"),
     [
-        ({"samples_per_second": 30}, 1, False),
+        pytest.param({"samples_per_second": 30}, 1, False, marks=pytest.mark.slow),
         pytest.param({"samples_per_second": 150}, 2, False, marks=pytest.mark.slow),
         pytest.param({"finish_by": "4s"}, 2, True, marks=pytest.mark.slow),
     ],

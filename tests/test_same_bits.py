@@ -34,7 +34,9 @@ def fingerprint(launcher: Launcher, to: Path, kind: str, workers: int, *settings
 
 CUTS = [(8, 4), (6, 6), (13, 3)]
 CASES = [
-    pytest.param(kind, *cut, marks=[pytest.mark.slow] * (k > 0 and kind != "odd"))
+    pytest.param(
+        kind, *cut, marks=[pytest.mark.slow] * ((k > 0 and kind != "odd") or kind == "wide")
+    )
     for kind in SETTINGS
     for k, cut in enumerate(CUTS)
 ]

@@ -25,7 +25,7 @@ from typing import Any
 from manyhands.errors import RequestError
 from manyhands.launch.porter import address_towards
 from manyhands.launch.scratch import Scratch
-from manyhands.world import usable_cores, variables
+from manyhands.world import switched_on, usable_cores, variables
 
 GONE_S = 10.0
 SILENT = {
@@ -119,7 +119,7 @@ class Session:
         try:
             self._init(ray, address=address, _node_ip_address=self.address)
         except Exception as error:  # Ray raises many kinds
-            tls = os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
+            tls = switched_on("RAY_USE_TLS")
             raise RequestError(_why_not_reached(address, self.address, error, tls)) from error
         self.held.callback(ray.shutdown)
         return ray
