@@ -22,7 +22,7 @@ from manyhands.errors import CheckpointDamaged, RequestError
 from manyhands.finding import reload
 from manyhands.launch.engines import open_engine
 from manyhands.launch.launchers import Launcher
-from manyhands.launch.scratch import Scratch
+from manyhands.launch.scratch import Scratch, sweep
 from manyhands.proof import check
 from manyhands.run import drive
 from manyhands.rundir import RunDir, open_run
@@ -81,6 +81,7 @@ def replay(
     first = _nearest(folder, step)
     hands = launcher or open_engine("local" if debug is None else "inline")
     losses: dict[int, float] = {}
+    sweep()
     scratch = Scratch("replay")
     try:
         again = _copy(folder, scratch.path / "run", first)

@@ -24,7 +24,7 @@ from typing import Any
 
 from manyhands.errors import RequestError
 from manyhands.launch.porter import address_towards
-from manyhands.launch.scratch import Scratch
+from manyhands.launch.scratch import Scratch, sweep
 from manyhands.world import switched_on, usable_cores, variables
 
 GONE_S = 10.0
@@ -80,6 +80,7 @@ class Session:
             self.own = False
             self.address = ray.util.get_node_ip_address()
             return ray
+        sweep()
         scratch = Scratch("ray")
         self.held.callback(scratch.close)
         folder = self.folder = scratch.path

@@ -54,7 +54,7 @@ from manyhands.launch.joining import (
 )
 from manyhands.launch.launchers import WORKER, Alarm, Local, News, create_segments
 from manyhands.launch.probe import Probe
-from manyhands.launch.scratch import Scratch
+from manyhands.launch.scratch import Scratch, sweep
 from manyhands.version import VERSION
 from manyhands.world import machine, torch_version
 
@@ -97,6 +97,7 @@ class _Lost(Exception):
 
 def serve(offer: Offer, say: Say = print) -> int:
     """Until the run is over (0), or the driver could not be found any more (1)."""
+    sweep()
     with _asked_to_go(tied=offer.tied) as asked, _launcher(offer.entry) as hands:
         since = time.monotonic()
         say(f"looking for a run at {offer.host}:{offer.port}")

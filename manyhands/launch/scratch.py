@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A folder of this process in the temporary directory, removed when it is done with.
 
-A process that is killed leaves its folder behind. While it lives it holds a lock in there, so the
-next one who wants a folder of that kind sees which ones are nobody's, and sweeps them away.
+A process that is killed leaves its folder behind. While it lives it holds a lock in there, so
+others see which ones are nobody's, and sweep them away. That may take a while: whoever has to keep
+answering does it before it begins.
 """
 
 import fcntl
@@ -12,14 +13,12 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-_LOCK = ".lock"
+_PREFIX, _LOCK = "manyhands-", ".lock"
 
 
 class Scratch:
     def __init__(self, kind: str) -> None:
-        prefix = f"manyhands-{kind}-"
-        _sweep(prefix)
-        self.path = Path(tempfile.mkdtemp(prefix=prefix))
+        self.path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{kind}-"))
         # Locked before it has its name: nobody finds it unlocked.
         unnamed = self.path / f"{_LOCK}-{os.getpid()}"
         self._lock = os.open(unnamed, os.O_CREAT | os.O_RDWR, 0o600)
@@ -33,9 +32,9 @@ class Scratch:
             self._lock = -1
 
 
-def _sweep(prefix: str) -> None:
+def sweep() -> None:
     """Folders of processes that were killed."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         with suppress(OSError):  # somebody is in it, or it is somebody else's
             lock = os.open(folder / _LOCK, os.O_RDWR)
             try:
