@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.launch.scratch import Scratch
+from manyhands.launch.scratch import Scratch, sweep
 
 CODE = """
 import sys
@@ -43,11 +43,13 @@ def test_what_the_killed_left_is_swept_away(
     other = tmp_path / "manyhands-test-by-hand"
     other.mkdir()
     mine = Scratch("test")
+    sweep()
+    assert mine.path.is_dir(), "nor is one's own"
     assert not its.exists()
     assert theirs.is_dir() and other.is_dir(), "nobody knows whose it is"
     living.communicate(timeout=10)
     mine.close()
     mine.close()
     assert not mine.path.exists()
-    Scratch("test").close()
+    sweep()
     assert [path.name for path in tmp_path.iterdir()] == [other.name]
