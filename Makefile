@@ -59,10 +59,10 @@ bench: setup  ## measure beside bare PyTorch
 	$(BIN)/python benchmarks/recovery.py
 
 soak: setup  ## disturb runs at random: make soak SECONDS=600
-	$(BIN)/python -m tests.soak --seconds $(SECONDS)
+	$(BIN)/python -m tests.soak.one_host --seconds $(SECONDS)
 
 soak-hosts: setup tools  ## disturb runs on several hosts: make soak-hosts SECONDS=600
-	$(BIN)/python -m tests.soak_hosts --seconds $(SECONDS)
+	$(BIN)/python -m tests.soak.many_hosts --seconds $(SECONDS)
 
 clean:  ## remove .venv and caches; runs/ stays
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -30,9 +30,9 @@ from rows import Metric, Wanted, console
 from torch import Tensor
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
+from manyhands.checkpoint.commit import FileRecord, Folder, Manifest
 from manyhands.checkpoint.saver import Content, Saver
-from manyhands.checkpoint.storage import FileRecord, Folder, Manifest
-from manyhands.rundir import RunDir
+from manyhands.values.rundir import RunDir
 
 FULL_MB, QUICK_MB = 400, 100
 METRICS = (Metric("blocking_s", "blocking s per 400 MB", digits=3),)

@@ -37,8 +37,8 @@ import torch
 from rows import Metric, Wanted, console
 from works import WORKS
 
-from manyhands.credentials import new_secret, write_token
 from manyhands.testing.namespaces import Host, Network, why_not
+from manyhands.values.credentials import new_secret, write_token
 
 HERE = Path(__file__).parent
 PORT = 7077
@@ -222,8 +222,8 @@ def exchange_s(net: Network, name: str) -> float:
     numel = sum(p.numel() for p in WORKS[name].model().parameters())
     code = """
 import statistics, sys, threading, time, torch
-from manyhands.train.collective.sockets import Door, Links
-from manyhands.world import World
+from manyhands.training.collective.sockets import Door, Links
+from manyhands.values.world import World
 rank, numel, mine = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 class Patient:
     def broken(self): return False

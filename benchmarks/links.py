@@ -26,10 +26,10 @@ import rows
 import torch
 from rows import Metric, Wanted, console
 
-from manyhands.train.collective.contract import Bounds, Collective
-from manyhands.train.collective.group import Group, torch_distributed
-from manyhands.train.collective.sockets import Door, Links
-from manyhands.world import World
+from manyhands.training.collective.collective import Bounds, Collective
+from manyhands.training.collective.sockets import Door, Links
+from manyhands.training.collective.torch_group import Group, torch_distributed
+from manyhands.values.world import World
 
 HOSTS = 2
 F32 = torch.float32

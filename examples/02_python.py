@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import manyhands as mh
-from manyhands.events import Stepped
+from manyhands.values.events import Stepped
 
 
 def build() -> nn.Module:

@@ -17,9 +17,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import manyhands as mh
-from manyhands import ledger
-from manyhands.proof import check
-from manyhands.testing.faults import FaultPlan
+from manyhands.accounting import ledger
+from manyhands.accounting.proof import check
+from manyhands.values.faults import FaultPlan
 
 SETTINGS = ["train.batch=64", "train.micro_batch=8", "train.epochs=6"]
 

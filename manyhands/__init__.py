@@ -5,11 +5,9 @@ Importing this is cheap: torch is imported when something needs it.
 """
 
 import importlib
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from manyhands.config import (
+from manyhands.values.config import (
     CheckpointConfig,
     EvaluateConfig,
     LogConfig,
@@ -17,18 +15,18 @@ from manyhands.config import (
     RunConfig,
     TrainConfig,
 )
-from manyhands.errors import Interrupted, ManyhandsError, RequestError, RunFailed
-from manyhands.report import Report
-from manyhands.task import Task
-from manyhands.version import VERSION
+from manyhands.values.errors import Interrupted, ManyhandsError, RequestError, RunFailed
+from manyhands.values.report import Report
+from manyhands.values.task import Task
+from manyhands.values.version import VERSION
 
 if TYPE_CHECKING:
-    from manyhands.answers import evaluate, fingerprint
     from manyhands.data.mapreduce.map_reduce import map_reduce
-    from manyhands.data.records import prepared
-    from manyhands.preparing import prepare
-    from manyhands.replaying import replay
-    from manyhands.run import resume, train
+    from manyhands.data.reading.records import prepared
+    from manyhands.stories.evaluate import evaluate, fingerprint
+    from manyhands.stories.prepare import prepare
+    from manyhands.stories.replay import replay
+    from manyhands.stories.train import resume, train
 
 __version__ = VERSION
 
@@ -57,14 +55,14 @@ __all__ = [
 ]
 
 _LATER = {
-    "evaluate": "manyhands.answers",
-    "fingerprint": "manyhands.answers",
+    "evaluate": "manyhands.stories.evaluate",
+    "fingerprint": "manyhands.stories.evaluate",
     "map_reduce": "manyhands.data.mapreduce.map_reduce",
-    "prepare": "manyhands.preparing",
-    "prepared": "manyhands.data.records",
-    "replay": "manyhands.replaying",
-    "resume": "manyhands.run",
-    "train": "manyhands.run",
+    "prepare": "manyhands.stories.prepare",
+    "prepared": "manyhands.data.reading.records",
+    "replay": "manyhands.stories.replay",
+    "resume": "manyhands.stories.train",
+    "train": "manyhands.stories.train",
 }
 
 
@@ -72,14 +70,3 @@ def __getattr__(name: str) -> Any:
     if name in _LATER:
         return getattr(importlib.import_module(_LATER[name]), name)
     raise AttributeError(f"module 'manyhands' has no attribute '{name}'")
-
-
-class _Package(ModuleType):
-    """`mh.train` is a function to users, and `manyhands/train/` a folder: the function wins."""
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if not (name in _LATER and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package

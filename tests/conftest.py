@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from manyhands.launch.launchers import Launcher, Local, create_segments
+from manyhands.launch.engines.launcher import Launcher, Local, create_segments
 from manyhands.testing.namespaces import NAMED, Network, why_not
 
 # A busy machine is no bug: no test is judged by how long it took.
@@ -23,7 +23,7 @@ IGNORED = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_", "KMP_")
 @pytest.fixture(scope="session")
 def launcher() -> Iterator[Launcher]:
     """One host agent for all tests: it has imported torch once, workers are forked from it."""
-    local = Local("manyhands.worker:main", create_segments())
+    local = Local("manyhands.worker.lifecycle:main", create_segments())
     yield local
     local.close()
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import manyhands as mh
-from manyhands.config import SECTIONS, from_toml
-from manyhands.launch.launchers import Launcher
+from manyhands.launch.engines.launcher import Launcher
+from manyhands.values.config import SECTIONS, from_toml
 
 ROOT = Path(mh.__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

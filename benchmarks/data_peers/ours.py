@@ -9,9 +9,9 @@ import torch
 from peers import BATCH, Convert, Epoch, main
 
 import manyhands as mh
-from manyhands.data.feed import Feed
-from manyhands.data.prepared import Prepared as Records
-from manyhands.deal import steps_per_epoch
+from manyhands.accounting.micro_batches import steps_per_epoch
+from manyhands.data.reading.feed import Feed
+from manyhands.data.reading.prepared import Prepared as Records
 
 
 class Prepared:

@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from manyhands.launch.on_ray import Session
+from manyhands.launch.ray.ray_session import Session
 
 STAYS_S = 4.0
 

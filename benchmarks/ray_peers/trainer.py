@@ -39,7 +39,7 @@ def main() -> None:
     from ray.train import RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
-    from manyhands.launch.on_ray import Session
+    from manyhands.launch.ray.ray_session import Session
 
     work, folder = sys.argv[1:]
     session = Session(None)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from manyhands.checkpoint.saver import Content
 from manyhands.checkpoint.tensors import can_encode, decode
-from manyhands.errors import TrainError
+from manyhands.values.errors import TrainError
 
 MODEL = "model.safetensors"
 STATE = "state.safetensors"

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from manyhands.checkpoint.storage import Buffer, FileRecord
+from manyhands.checkpoint.commit import Buffer, FileRecord
 from manyhands.checkpoint.tensors import encode
 
 

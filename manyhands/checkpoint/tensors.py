@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from manyhands.errors import CheckpointDamaged
+from manyhands.values.errors import CheckpointDamaged
 
 CHUNK = 8 << 20
 

@@ -28,15 +28,15 @@ from manyhands.cli.hosts import (
     TokenFile,
     WorkerResources,
 )
-from manyhands.errors import ManyhandsError, RequestError, RunFailed
-from manyhands.rundir import RunDir, new_run_path, open_run, runs_under
-from manyhands.task import user_traceback
-from manyhands.version import VERSION
+from manyhands.values.errors import ManyhandsError, RequestError, RunFailed
+from manyhands.values.rundir import RunDir, new_run_path, open_run, runs_under
+from manyhands.values.task import user_traceback
+from manyhands.values.version import VERSION
 
 if TYPE_CHECKING:
-    from manyhands.launch.launchers import Launcher
-    from manyhands.launch.recruiting import Wish
-    from manyhands.report import Report
+    from manyhands.launch.engines.launcher import Launcher
+    from manyhands.launch.hosts.requested_hosts import Wish
+    from manyhands.values.report import Report
 
 app = typer.Typer(
     name="manyhands",
@@ -148,7 +148,7 @@ def train(
 def _train_folds(
     file: Path, to: Path | None, workers: str | None, set: list[str], quiet: bool, json: bool
 ) -> None:
-    from manyhands.folding import train_folds
+    from manyhands.stories.cross_validate import train_folds
 
     if workers is not None and not workers.isdigit():
         raise RequestError("--fold all needs a plain number of workers for each fold.")
@@ -214,7 +214,7 @@ def demo(
     folder = to or new_run_path(Path("runs"), "demo")
     with _started_early("local", quiet) as launcher:
         run = _run()
-        from manyhands.testing.faults import FaultPlan
+        from manyhands.values.faults import FaultPlan
 
         # kill -9, half-way; rank 1 if there is one
         faults = FaultPlan().kill(rank=min(1, workers - 1), at_step=110, at="update")
@@ -249,11 +249,11 @@ def evaluate(
 ) -> None:
     """Score a saved step of RUN on the held-out records."""
     open_run(folder)
-    from manyhands import answers
+    from manyhands.stories import evaluate
 
     with _warnings_shown():
         try:
-            scores = answers.evaluate(
+            scores = evaluate.evaluate(
                 folder,
                 step=step,
                 engine=engine,
@@ -271,18 +271,18 @@ def evaluate(
 def fingerprint(folder: RunFolder, step: Step = None, json: JsonFlag = False) -> None:
     """Print the SHA-256 of a saved step's weights and buffers."""
     open_run(folder)
-    from manyhands import answers
+    from manyhands.stories import evaluate
 
     with _warnings_shown():
-        mark = answers.fingerprint(folder, step=step)
+        mark = evaluate.fingerprint(folder, step=step)
     print(_json({"fingerprint": mark}) if json else mark)
 
 
 @app.command()
 def status(folder: RunFolder, json: JsonFlag = False) -> None:
     """What RUN is doing: state, step, speed, and every worker."""
-    from manyhands.checkpoint.storage import Folder
-    from manyhands.monitor.status import status as status_of
+    from manyhands.checkpoint.commit import Folder
+    from manyhands.monitor.run_status import status as status_of
 
     run = open_run(folder)
     found: dict[str, Any] = {**status_of(run), "saved": Folder(run).steps()}
@@ -315,7 +315,7 @@ def runs(
     json: JsonFlag = False,
 ) -> None:
     """List the runs under a folder, oldest first."""
-    from manyhands.monitor.status import status as status_of
+    from manyhands.monitor.run_status import status as status_of
 
     found = [_row(run, status_of(run)) for run in runs_under(under)]
     if json:
@@ -346,8 +346,8 @@ def _started_early(engine: str, quiet: bool, wish: "Wish | None" = None) -> "Gen
     """
     if sys.stderr.isatty() and not quiet:
         print("starting …", file=sys.stderr)
-    from manyhands.launch.engines import open_engine
-    from manyhands.launch.on_ray import is_ray
+    from manyhands.launch.choose_engine import open_engine
+    from manyhands.launch.ray.ray_session import is_ray
 
     if is_ray(engine):
         threading.Thread(target=_run, name="import torch", daemon=True).start()
@@ -361,7 +361,7 @@ def _started_early(engine: str, quiet: bool, wish: "Wish | None" = None) -> "Gen
 def _wish(
     hosts: str | None, listen: str | None, token_file: Path | None, ssh: str | None, *rest: Any
 ) -> "Wish":
-    from manyhands.launch.recruiting import SSH, Wish
+    from manyhands.launch.hosts.requested_hosts import SSH, Wish
 
     return Wish(hosts, listen, token_file, ssh or SSH, *rest)
 
@@ -379,11 +379,11 @@ def _warnings_shown() -> "Generator[None]":
 def _run() -> Any:
     """The driver. Importing torch makes a million objects; looking for garbage costs 0.4 s."""
     gc.disable()
-    from manyhands import run
+    from manyhands.stories import train
 
     gc.freeze()
     gc.enable()
-    return run
+    return train
 
 
 def _show_report(report: "Report", as_json: bool, quiet: bool) -> None:

@@ -11,7 +11,7 @@ import msgspec
 import typer
 
 from manyhands.cli.hosts import RayTokenFile, WorkerResources
-from manyhands.errors import DataDamaged, DataTaskFailed, ManyhandsError, RunFailed
+from manyhands.values.errors import DataDamaged, DataTaskFailed, ManyhandsError, RunFailed
 
 Many = list[str] | None
 
@@ -138,11 +138,11 @@ def prepare(
     json: Annotated[bool, typer.Option("--json", help="Print the manifest's figures.")] = False,
 ) -> None:
     """Turn raw records into a data set: checked, split, encoded, shuffled, in shards."""
-    from manyhands import preparing
-    from manyhands.data.prepare.looking import overview, show
+    from manyhands.data.preparing.look import overview, show
+    from manyhands.stories import prepare
 
     with _told(), _resumable():
-        preparing.prepare(
+        prepare.prepare(
             sources,
             to,
             engine=engine,
@@ -195,8 +195,8 @@ def data(
     json: Annotated[bool, typer.Option("--json", help="Answer in JSON.")] = False,
 ) -> None:
     """What a prepared folder holds: schema, statistics, samples; --verify checks every byte."""
-    from manyhands.data.hosts.remote_folder import folder_of
-    from manyhands.data.prepare.looking import overview, show, verified
+    from manyhands.data.preparing.look import overview, show, verified
+    from manyhands.data.shards.prepared_url import folder_of
 
     here = folder_of(folder)
     with _told():
@@ -224,7 +224,7 @@ def _resumable() -> Generator[None]:
 def _told() -> Generator[None]:
     """Errors in lines that fit a terminal. Work that crashed, though nothing was wrong with what
     was asked for, is a run that failed."""
-    from manyhands.data.prepare.wrapping import wrapped
+    from manyhands.values.wrapping import wrapped
 
     name = "manyhands: "
     try:

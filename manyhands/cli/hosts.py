@@ -10,7 +10,7 @@ import msgspec
 import typer
 from rich.table import Table
 
-from manyhands.errors import RequestError
+from manyhands.values.errors import RequestError
 
 Hosts = Annotated[
     str | None,
@@ -77,9 +77,9 @@ def worker(
     ] = False,
 ) -> None:
     """Lend this host's hands to a run elsewhere, until it is over."""
-    from manyhands.credentials import parse_token, read_token
-    from manyhands.launch.porter import Offer, serve
-    from manyhands.world import machine
+    from manyhands.launch.hosts.host_daemon import Offer, serve
+    from manyhands.values.credentials import parse_token, read_token
+    from manyhands.values.world import machine
 
     host, port = _host_and_port(join)
     if str(token_file) == "-":
@@ -119,8 +119,8 @@ def doctor(
     """Check what would stop or slow a run: on this host, on others, and between them."""
     if listen is not None and hosts is None and token_file is None:
         raise RequestError("--listen needs --token-file, or nobody could join.")
-    from manyhands.doctor import examine
-    from manyhands.launch.recruiting import SSH, Wish
+    from manyhands.launch.hosts.requested_hosts import SSH, Wish
+    from manyhands.stories.doctor.examine import examine
 
     found = examine(
         Wish(hosts, listen, token_file, ssh or SSH),

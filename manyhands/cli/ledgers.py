@@ -7,9 +7,9 @@ import msgspec
 from rich.console import Console, RenderableType
 from rich.table import Table
 
-from manyhands.ledger import Committed, read, surviving
-from manyhands.proof import Proof, check
-from manyhands.rundir import RunDir
+from manyhands.accounting.ledger import Committed, read, surviving
+from manyhands.accounting.proof import Proof, check
+from manyhands.values.rundir import RunDir
 
 MOST_ROWS = 24
 """Of a table, or of a list of problems; what is more is counted, not shown."""

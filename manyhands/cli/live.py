@@ -8,9 +8,7 @@ import msgspec
 import typer
 
 from manyhands.cli.ledgers import print_proof
-from manyhands.config import read_changes
-from manyhands.errors import RequestError, RunFailed
-from manyhands.launch.control import (
+from manyhands.driver.live.command_socket import (
     Ask,
     Change,
     Continue,
@@ -22,10 +20,12 @@ from manyhands.launch.control import (
     ask,
     wait_until_gone,
 )
-from manyhands.rundir import open_run
+from manyhands.values.config import read_changes
+from manyhands.values.errors import RequestError, RunFailed
+from manyhands.values.rundir import open_run
 
 if TYPE_CHECKING:
-    from manyhands.replaying import Replayed
+    from manyhands.stories.replay import Replayed
 
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder.")]
 Patience = Annotated[float, typer.Option("--wait", help="Seconds to wait until it is done.")]
@@ -97,9 +97,9 @@ def replay(
 ) -> None:
     """Compute steps of RUN again, from the nearest checkpoint, and compare every bit."""
     open_run(folder)
-    from manyhands import replaying
+    from manyhands.stories import replay
 
-    found = replaying.replay(folder, step=step, to=to, workers=workers, debug=pdb)
+    found = replay.replay(folder, step=step, to=to, workers=workers, debug=pdb)
     _show_replay(found, json)
 
 
@@ -122,14 +122,14 @@ def audit(
             return
         except NobodyThere:
             pass  # the driver was killed and left its socket
-    from manyhands import replaying
-    from manyhands.checkpoint.storage import Folder
+    from manyhands.checkpoint.commit import Folder
+    from manyhands.stories import replay
 
     saved = Folder(run).steps()
     if not saved:
         raise RequestError(f"{folder} holds no checkpoint to compare with.")
     first = saved[-2] if len(saved) > 1 else 0
-    found = replaying.replay(folder, step=first, to=saved[-1], workers=workers, audit=True)
+    found = replay.replay(folder, step=first, to=saved[-1], workers=workers, audit=True)
     _show_replay(found, json)
 
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from manyhands.events import (
+from manyhands.values.events import (
     AnyEvent,
     Audited,
     Changed,
@@ -24,7 +24,7 @@ from manyhands.events import (
     Warned,
     numbers_of,
 )
-from manyhands.report import Report
+from manyhands.values.report import Report
 
 
 @dataclass(slots=True)

@@ -17,11 +17,10 @@ import numpy as np
 import pytest
 import torch
 
-from manyhands.checkpoint.storage import Manifest, Storage
-from manyhands.errors import CheckpointDamaged
-from manyhands.launch.agent import Exit, Started
-from manyhands.launch.launchers import Launcher
-from manyhands.train.collective.contract import (
+from manyhands.checkpoint.commit import Manifest, Storage
+from manyhands.launch.engines.agent import Exit, Started
+from manyhands.launch.engines.launcher import Launcher
+from manyhands.training.collective.collective import (
     FACTS,
     NORMS,
     OUTCOMES,
@@ -29,6 +28,7 @@ from manyhands.train.collective.contract import (
     Bytes,
     Collective,
 )
+from manyhands.values.errors import CheckpointDamaged
 
 F32 = torch.float32
 

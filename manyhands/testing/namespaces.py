@@ -33,7 +33,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from manyhands.errors import ManyhandsError
+from manyhands.values.errors import ManyhandsError
 
 MOST_HOSTS = 250
 NAMED = Path("/run/netns")  # where `ip netns` keeps them

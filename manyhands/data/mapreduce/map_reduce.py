@@ -56,8 +56,8 @@ from manyhands.data.mapreduce.sorting import (
     write_run,
 )
 from manyhands.data.mapreduce.tasks import Crew, Job, Submits, digest_of, parse_bytes
-from manyhands.errors import DataError, DataTaskFailed, ManyhandsError
-from manyhands.task import user_traceback
+from manyhands.values.errors import DataError, DataTaskFailed, ManyhandsError
+from manyhands.values.task import user_traceback
 
 if TYPE_CHECKING:
     from manyhands.data.mapreduce.rows import Rows

@@ -12,8 +12,8 @@ import msgspec
 import xxhash
 
 from manyhands.data.mapreduce.sorting import Run
-from manyhands.errors import DataDamaged, DataError
-from manyhands.rundir import write_whole
+from manyhands.values.errors import DataDamaged, DataError
+from manyhands.values.rundir import write_whole
 
 NAME = "results.json"
 WORK = ".work"

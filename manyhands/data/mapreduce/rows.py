@@ -12,11 +12,11 @@ from typing import Any
 import msgspec
 import pyarrow as pa
 
+from manyhands.data.columns.schema import ID, RECORD_BITS
 from manyhands.data.mapreduce.tasks import Crew, Job, digest_of
-from manyhands.data.prepare.stage import Stage, joined_types, read_piece, stage, too_narrow
-from manyhands.data.schema import ID, RECORD_BITS
-from manyhands.data.sources.contract import Chunk, Source
-from manyhands.data.sources.opening import Options, open_sources
+from manyhands.data.sources.cutting.source import Chunk, Source
+from manyhands.data.sources.open_sources import Options, open_sources
+from manyhands.data.sources.staging import Stage, joined_types, read_piece, stage, too_narrow
 
 AT_ONCE = 1024
 """Rows that are made at a time."""

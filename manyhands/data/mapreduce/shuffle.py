@@ -26,7 +26,7 @@ import pyarrow as pa
 import xxhash
 from numpy.typing import NDArray
 
-from manyhands.errors import DataDamaged
+from manyhands.values.errors import DataDamaged
 
 KEY = "_key"
 """The column that holds the keys, in spill files and in what `gather` returns."""

@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from manyhands.errors import DataDamaged
+from manyhands.values.errors import DataDamaged
 
 Pair = tuple[bytes, bytes]
 

@@ -27,10 +27,10 @@ import cloudpickle
 import msgspec
 
 from manyhands.data.mapreduce.pool import Pool
-from manyhands.errors import DataError, DataTaskFailed, ManyhandsError
-from manyhands.rundir import write_whole
-from manyhands.task import user_traceback
-from manyhands.world import usable_cores
+from manyhands.values.errors import DataError, DataTaskFailed, ManyhandsError
+from manyhands.values.rundir import write_whole
+from manyhands.values.task import user_traceback
+from manyhands.values.world import usable_cores
 
 T = TypeVar("T")
 

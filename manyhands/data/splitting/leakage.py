@@ -13,7 +13,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from manyhands.data.hashing import NULL, Hashes
+from manyhands.data.columns.hashing import NULL, Hashes
 
 SHOWN = 12
 """Labels in the table; of more, the most frequent ones."""

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from manyhands.data.hashing import NULL, Hashes
+from manyhands.data.columns.hashing import NULL, Hashes
 
 
 class Links(NamedTuple):

@@ -27,12 +27,12 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from manyhands.data.arrays import is_number, nulls, numbers, whole
-from manyhands.data.hashing import NULL, Hashes, fraction, mix64, near
-from manyhands.data.schema import ID
+from manyhands.data.columns.arrays import is_number, nulls, numbers, whole
+from manyhands.data.columns.hashing import NULL, Hashes, fraction, mix64, near
+from manyhands.data.columns.schema import ID
 from manyhands.data.splitting.links import NO_LINKS, Links, linked
-from manyhands.data.splitting.quantile import Ints, Quantile, ordered
-from manyhands.errors import DataError
+from manyhands.data.statistics.quantile import Ints, Quantile, ordered
+from manyhands.values.errors import DataError
 
 __all__ = [
     "FORMS",

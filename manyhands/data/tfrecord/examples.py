@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from manyhands.data.schema import unify
+from manyhands.data.columns.schema import unify
 from manyhands.data.tfrecord.feature_kinds import (
     BYTES,
     FLOATS,
@@ -38,7 +38,7 @@ from manyhands.data.tfrecord.framing import (
 )
 from manyhands.data.tfrecord.one_example import CUT
 from manyhands.data.tfrecord.scanning import Feature, Found, forget, scan
-from manyhands.errors import DataError
+from manyhands.values.errors import DataError
 
 _NAMES = {BYTES: "bytes", FLOATS: "floats", INTS: "integers"}
 

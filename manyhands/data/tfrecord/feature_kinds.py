@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 import pyarrow as pa
 
-from manyhands.errors import DataError
+from manyhands.values.errors import DataError
 
 Kind: TypeAlias = pa.DataType
 """What a column should be: int64, float32 or binary (or what these can be cast to), one value per

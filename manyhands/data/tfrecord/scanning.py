@@ -15,7 +15,7 @@ from manyhands.data.tfrecord.feature_headers import Header, header_of
 from manyhands.data.tfrecord.feature_kinds import BYTES, NONE
 from manyhands.data.tfrecord.framing import Bytes, Positions, as_bytes
 from manyhands.data.tfrecord.one_example import Malformed, places_of, read_example, varint
-from manyhands.errors import DataError
+from manyhands.values.errors import DataError
 
 _FEW = 16
 """So few records are not worth a round of numpy calls."""

@@ -29,7 +29,7 @@ from manyhands.data.tfrecord.framing import (
     offsets_of,
 )
 from manyhands.data.tfrecord.one_example import varint
-from manyhands.errors import DataError
+from manyhands.values.errors import DataError
 
 
 def encode(table: pa.Table) -> tuple[Bytes, Positions, Positions]:

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The proof that every record was consumed exactly once an epoch, whatever died on the way.
+
+The invariant, which `check` judges from the ledger alone: after the rewinds, the committed ranges
+of steps follow each other without gap or overlap from step 0, what they consumed tiles epoch after
+epoch from position 0 to `records`, and the deal of every step covers its micro-batches. `rates`,
+`loss` and `seed` are testimony: nothing in the file contradicts them.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from manyhands.accounting.ledger import (
+    AnyEntry,
+    Changed,
+    Committed,
+    Opened,
+    Rewound,
+    Run,
+    changes_of,
+    numbered,
+    opening,
+    runs_of,
+)
+from manyhands.accounting.micro_batches import cut, deal, steps_per_epoch
+from manyhands.values.errors import RunDirError
+
+
+class Share(msgspec.Struct, frozen=True):
+    """What one worker did."""
+
+    steps: int = 0
+    """In whose view it was a member, dealt something or not."""
+    micro_batches: int = 0
+    records: int = 0
+
+
+class Epoch(msgspec.Struct, frozen=True):
+    epoch: int
+    consumed: int
+    of: int
+
+
+class Proof(msgspec.Struct, frozen=True, kw_only=True):
+    """What the surviving line comes to. It proves something only if there are no problems."""
+
+    problems: list[str]
+    steps: int = 0
+    epochs: list[Epoch] = []
+    by_worker: dict[int, Share] = {}
+    """Lines that have a problem of their own are left out."""
+    rewinds: list[int] = []
+    """The steps that the run went back to, in order."""
+    changes: list[Changed] = []
+    """Those that were not made void."""
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+
+def check(entries: Sequence[AnyEntry]) -> Proof:
+    """Judge the whole file: each line alone, line after line, and what the survivors consumed."""
+    try:
+        opened = opening(entries)
+    except RunDirError as error:
+        return Proof(problems=[str(error)])
+    alone = [
+        (line, text)
+        for line, entry in enumerate(entries, 1)
+        if isinstance(entry, Committed)
+        for text in _alone(entry, opened)
+    ]
+    wrong, survivors = {line for line, _ in alone}, numbered(entries)
+    found = [*alone, *_sequence(entries), *_tiling(survivors, opened.records)]
+    consumed: dict[int, int] = {}
+    for epoch, start, stop in (run for _, committed in survivors for run in committed.runs):
+        consumed[epoch] = consumed.get(epoch, 0) + stop - start
+    return Proof(
+        problems=[f"line {line}: {text}" for line, text in sorted(found, key=lambda f: f[0])],
+        steps=survivors[-1][1].stop if survivors else 0,
+        epochs=[Epoch(epoch, n, opened.records) for epoch, n in sorted(consumed.items())],
+        by_worker=_shares([c for line, c in survivors if line not in wrong], opened),
+        rewinds=[entry.step for entry in entries if isinstance(entry, Rewound)],
+        changes=changes_of(entries),
+    )
+
+
+# ---- the parts of the check; problems are (line, text)
+
+
+def _alone(entry: Committed, opened: Opened) -> Iterator[str]:
+    """What is wrong with a range by itself."""
+    first, stop, workers, speeds = entry.first, entry.stop, entry.workers, entry.speeds
+    if not 0 <= first < stop:
+        yield f"steps [{first}, {stop}) are no range."
+        return
+    per_epoch = steps_per_epoch(opened.records, opened.batch)
+    touched = (stop - 1) // per_epoch - first // per_epoch + 1
+    if len(entry.runs) != touched:  # said before listing them: a damaged `stop` may be enormous
+        yield f"steps [{first}, {stop}) touch {touched} epochs, but it has {len(entry.runs)} runs."
+    else:
+        for run, due in zip(entry.runs, runs_of(first, stop, **opened.shape), strict=True):
+            if run != due:
+                yield f"steps [{first}, {stop}) read {_say(due)}, but it says {_say(run)}."
+    if entry.generation < 1:
+        yield f"view {entry.generation}, but the first view is 1."
+    if not workers or min(workers) < 0 or len(set(workers)) < len(workers):
+        yield f"workers {workers} are not one distinct number for each rank."
+    elif len(workers) != len(speeds):
+        yield f"{len(workers)} workers, but {len(speeds)} speeds."
+    elif not all(0 < speed < math.inf for speed in speeds):
+        yield f"speeds {speeds} are not all positive numbers."
+    else:
+        for _, sizes in _shapes(first, stop, opened):
+            yield from _dealing(len(sizes), speeds)
+
+
+def _dealing(micro_batches: int, speeds: list[float]) -> Iterator[str]:
+    try:
+        ranges = deal(micro_batches, tuple(speeds))
+    except (ArithmeticError, LookupError, ValueError) as error:
+        yield f"{micro_batches} micro-batches cannot be dealt to speeds {speeds} ({error!r})."
+        return
+    if [i for mine in ranges for i in mine] != list(range(micro_batches)):
+        dealt = ", ".join(f"[{r.start}, {r.stop})" for r in ranges)
+        yield f"the deal {dealt} does not cover {micro_batches} micro-batches once."
+
+
+def _sequence(entries: Sequence[AnyEntry]) -> Iterator[tuple[int, str]]:
+    """What is wrong with how lines follow each other."""
+    done, before = 0, None
+    for line, entry in enumerate(entries, 1):
+        match entry:
+            case Opened():
+                if line > 1:
+                    yield line, "a second Opened; a run has one shape for life."
+            case Changed(step):
+                if step < done:
+                    yield line, f"a change from step {step} on, but {done} steps were done by then."
+            case Rewound(step):
+                if not 0 <= step <= done:
+                    yield line, f"a rewind to step {step}, but only {done} steps were done."
+                done, before = max(0, min(step, done)), None  # a resumed run counts views anew
+            case Committed(first, stop):
+                if first > done:
+                    yield line, f"steps [{done}, {first}) are missing before [{first}, {stop})."
+                elif first < done:
+                    again = f"[{first}, {min(stop, done)})"
+                    yield line, f"steps {again} are committed again; {done} were done."
+                if before and (text := _views(before, entry)):
+                    yield line, text
+                done, before = stop, entry
+
+
+def _views(before: Committed, after: Committed) -> str | None:
+    """Views count up, and one view has the same members and the same deal throughout."""
+    if after.generation < before.generation:
+        return f"view {after.generation} comes after view {before.generation}."
+    was, now = ((c.workers, c.speeds) for c in (before, after))
+    if after.generation == before.generation and was != now:
+        return f"(workers, speeds) of view {after.generation} are {now}, were {was}."
+    return None
+
+
+def _tiling(survivors: list[tuple[int, Committed]], records: int) -> Iterator[tuple[int, str]]:
+    """What is wrong with the positions themselves. Knows nothing of steps, batches or views."""
+    epoch, position = 0, 0
+    for line, committed in survivors:
+        for run in committed.runs:
+            if not (run[0] >= 0 and 0 <= run[1] < run[2] <= records):
+                yield line, f"{_say(run)} are not inside an epoch of {records} records."
+                continue
+            if run[:2] != (epoch, position):
+                what = "consumed again" if run[:2] < (epoch, position) else "consumed too early"
+                due = f"position {position} of epoch {epoch} was next"
+                yield line, f"{_say(run)} were {what}: {due}."
+            epoch, position = (run[0], run[2]) if run[2] < records else (run[0] + 1, 0)
+
+
+def _shares(line: Sequence[Committed], opened: Opened) -> dict[int, Share]:
+    """Who did how much. Counted per shape of step, of which there are two, not per step."""
+    totals: dict[int, Share] = {}
+    for entry in line:
+        for count, sizes in _shapes(entry.first, entry.stop, opened):
+            ranges = deal(len(sizes), tuple(entry.speeds))
+            for worker, mine in zip(entry.workers, ranges, strict=True):
+                old = totals.get(worker, Share())
+                totals[worker] = Share(
+                    old.steps + count,
+                    old.micro_batches + count * len(mine),
+                    old.records + count * sum(sizes[mine.start : mine.stop]),
+                )
+    return dict(sorted(totals.items()))
+
+
+def _shapes(first: int, stop: int, opened: Opened) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """How many of steps [first, stop) have which micro-batches: last steps of an epoch, others."""
+    per_epoch = steps_per_epoch(opened.records, opened.batch)
+    last = stop // per_epoch - first // per_epoch
+    for count, step in ((stop - first - last, 0), (last, per_epoch - 1)):
+        if count:
+            yield count, cut(step, **opened.shape).sizes
+
+
+def _say(run: Run) -> str:
+    return f"positions [{run[1]}, {run[2]}) of epoch {run[0]}"

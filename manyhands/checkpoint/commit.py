@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where checkpoints are kept: a step is invisible until it is committed, and then whole.
+
+Workers `put` their files of a step; the driver `commit`s it with a manifest of sizes and
+checksums. Reading verifies them. Nothing that is read is ever executed.
+"""
+
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from manyhands.values.errors import CheckpointDamaged
+from manyhands.values.rundir import RunDir, sync_folder
+
+Buffer = bytes | memoryview
+
+
+class FileRecord(msgspec.Struct, frozen=True):
+    size_bytes: int
+    sha256: str
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """What is written last, and so what makes a step exist."""
+
+    step: int
+    files: dict[str, FileRecord]
+    attempt: int = 0
+    """Which of several tries to save this step succeeded: the generation that wrote it."""
+    format: int = 1
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(f.size_bytes for f in self.files.values())
+
+
+class Storage(Protocol):
+    """`put` may be called by many workers at once; `commit`, `steps` and `delete` by the driver."""
+
+    def put(self, step: int, attempt: int, name: str, chunks: Iterable[Buffer]) -> FileRecord:
+        """Write one file of a step that is not committed yet; durable on return.
+
+        Attempts at the same step do not see each other's files.
+        """
+        ...
+
+    def commit(self, manifest: Manifest) -> None: ...
+
+    def steps(self) -> list[int]:
+        """Committed steps, ascending."""
+        ...
+
+    def get(self, step: int, name: str) -> Path:
+        """A committed file, after its bytes were found to be those that were written."""
+        ...
+
+    def delete(self, step: int) -> None: ...
+
+
+class Folder:
+    """A folder of the run: checkpoints/step-00000500/."""
+
+    def __init__(self, run: RunDir) -> None:
+        self.run = run
+
+    def _draft(self, step: int, attempt: int) -> Path:
+        final = self.run.step(step)
+        return final.with_name(f".{final.name}.{attempt}.draft")
+
+    def put(self, step: int, attempt: int, name: str, chunks: Iterable[Buffer]) -> FileRecord:
+        folder = self._draft(step, attempt)
+        folder.mkdir(exist_ok=True)
+        digest, size = hashlib.sha256(), 0
+        with open(folder / name, "wb", buffering=0) as file:
+            for chunk in chunks:
+                view = memoryview(chunk)
+                digest.update(view)
+                size += len(view)
+                while view:
+                    view = view[file.write(view) :]
+            os.fsync(file.fileno())
+        return FileRecord(size, digest.hexdigest())
+
+    def write_at(self, step: int, attempt: int, name: str, offset: int, data: Buffer) -> None:
+        """A piece of what `put` would have written; `settle` makes the file durable."""
+        folder = self._draft(step, attempt)
+        folder.mkdir(exist_ok=True)
+        with open(self._inside(folder, name), "r+b" if offset else "wb", buffering=0) as file:
+            file.seek(offset)
+            view = memoryview(data)
+            while view:
+                view = view[file.write(view) :]
+
+    def settle(self, step: int, attempt: int, name: str) -> None:
+        with open(self._inside(self._draft(step, attempt), name), "ab") as file:
+            os.fsync(file.fileno())
+
+    def _inside(self, folder: Path, name: str) -> Path:
+        if not re.fullmatch(r"[\w.-]+", name) or name.startswith("."):
+            raise CheckpointDamaged(f"'{name}' is no name for a file of a step")
+        return folder / name
+
+    def commit(self, manifest: Manifest) -> None:
+        draft = self._draft(manifest.step, manifest.attempt)
+        final = self.run.step(manifest.step)
+        with open(draft / "manifest.json", "wb") as file:
+            file.write(msgspec.json.format(msgspec.json.encode(manifest)))
+            file.flush()
+            os.fsync(file.fileno())
+        for path in draft.iterdir():  # what somebody wrote who did not live to tell
+            if path.name not in manifest.files and path.name != "manifest.json":
+                path.unlink()
+        sync_folder(draft)
+        if final.exists():  # the same step again, after a resume from an earlier one
+            shutil.rmtree(final)
+        os.replace(draft, final)
+        sync_folder(final.parent)
+
+    def steps(self) -> list[int]:
+        names = [p.name for p in self.run.checkpoints.iterdir()] if self._exists() else []
+        found = [re.fullmatch(r"step-(\d+)", name) for name in names]
+        return sorted(int(m[1]) for m in found if m)
+
+    def _exists(self) -> bool:
+        return self.run.checkpoints.is_dir()
+
+    def manifest(self, step: int) -> Manifest:
+        path = self.run.step(step) / "manifest.json"
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=Manifest)
+        except (OSError, msgspec.MsgspecError) as error:
+            raise CheckpointDamaged(f"{path} cannot be read: {error}") from error
+
+    def get(self, step: int, name: str) -> Path:
+        path = self.run.step(step) / name
+        record = self.manifest(step).files.get(name)
+        if record is None:
+            raise CheckpointDamaged(f"{path} is not in the step's manifest")
+        found = _sha256(path)
+        if found != record.sha256:
+            raise CheckpointDamaged(
+                f"{path} is damaged: its SHA-256 is {found[:12]}…, "
+                f"{record.sha256[:12]}… was written"
+            )
+        return path
+
+    def delete(self, step: int) -> None:
+        final = self.run.step(step)
+        trash = final.with_name(f".{final.name}.trash")
+        with suppress(FileNotFoundError):
+            os.replace(final, trash)
+        shutil.rmtree(trash, ignore_errors=True)
+
+    def set_aside(self, step: int) -> None:
+        """Out of the way of a resumed run that starts from an earlier step."""
+        final = self.run.step(step)
+        aside = final.with_name(f"damaged-{final.name}")
+        shutil.rmtree(aside, ignore_errors=True)
+        os.replace(final, aside)
+
+    def sweep(self) -> None:
+        """Remove what crashed writers and deleters left behind."""
+        if self._exists():
+            for path in self.run.checkpoints.iterdir():
+                if path.name.startswith(".step-"):
+                    shutil.rmtree(path, ignore_errors=True)
+
+
+def _sha256(path: Path) -> str:
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise CheckpointDamaged(f"{path} cannot be read: {error}") from error
+
+
+def newest_good(storage: Folder) -> tuple[int | None, list[str]]:
+    """The newest step whose every byte is right, and what was wrong with newer ones."""
+    problems: list[str] = []
+    for step in reversed(storage.steps()):
+        try:
+            for name in storage.manifest(step).files:
+                storage.get(step, name)
+            return step, problems
+        except CheckpointDamaged as error:
+            problems.append(str(error))
+    return None, problems
+
+
+def to_delete(steps: Iterable[int], *, keep_last: int, best: int | None) -> Mapping[int, str]:
+    """Which committed steps go, and why. Pure."""
+    ordered = sorted(steps)
+    keep = set(ordered[-keep_last:]) | {best}
+    return {step: f"checkpoint.keep_last = {keep_last}" for step in ordered if step not in keep}

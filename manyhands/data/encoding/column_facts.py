@@ -1,0 +1,308 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What encoders need to know of the training records, from one pass over them: a map and a reduce.
+
+`collect` looks at a piece, `merge` joins what was found in all pieces, in their order. Numbers are
+summed without rounding (`moments`) and ranked without regard to order (`sketch`), so facts do not
+depend on how records were cut in pieces; only where a column has more distinct values than can be
+held may its rarest ones (`counts`). Only what some encoding of a column may want is collected.
+
+NaN and infinite numbers count as missing.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from manyhands.data.columns.arrays import (
+    compute,
+    inner,
+    is_bytes,
+    is_list,
+    is_number,
+    is_text,
+    nulls,
+    numbers,
+    whole,
+)
+from manyhands.data.columns.schema import Column, Schema, type_of
+from manyhands.data.encoding.images import Shape, shape_of
+from manyhands.data.encoding.requested_encoding import NUMERIC, Encoding, Kind
+from manyhands.data.encoding.text import chars, words
+from manyhands.data.statistics import counts as counting
+from manyhands.data.statistics import sketch as sketching
+from manyhands.data.statistics.counts import Counts, Tally
+from manyhands.data.statistics.moments import Moments, moments
+from manyhands.data.statistics.sketch import Sketch
+
+SIZES = 8
+"""Different sizes of images that are remembered."""
+COMMON = 10
+"""Values that `statistics` lists."""
+
+Number = int | float
+
+
+class Part(msgspec.Struct, omit_defaults=True):
+    """What one piece says of a column."""
+
+    column: Column
+    count: int = 0
+    missing: int = 0
+    bounds: tuple[Number, Number] | None = None
+    moments: Moments | None = None
+    logs: Moments | None = None
+    values: bytes | None = None
+    tokens: bytes | None = None
+    sketch: Sketch | None = None
+    lengths: Moments | None = None
+    longest: int = 0
+    sizes: list[Shape] = []
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What is known of a column."""
+
+    column: Column
+    count: int
+    """Records with a value."""
+    missing: int
+    bounds: tuple[Number, Number] | None
+    """The least and the greatest number, or time in microseconds."""
+    moments: Moments | None
+    logs: Moments | None
+    """Of `log_of` the numbers."""
+    values: Counts | None
+    tokens: Counts | None
+    sketch: Sketch | None
+    lengths: Moments | None
+    """Of text in characters, of lists in elements."""
+    longest: int
+    sizes: tuple[Shape, ...]
+    """Of images; all sizes there are, or SIZES of them."""
+
+    @property
+    def constant(self) -> bool:
+        """Whether there is at most one value, and no missing ones beside it."""
+        if self.count == 0:
+            return True
+        one = self.bounds is not None and self.bounds[0] == self.bounds[1]
+        one = one or (self.values is not None and len(self.values) == 1)
+        return one and not self.missing and not is_list(type_of(self.column.type))
+
+
+def log_of(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """log(1 + x), continued to negative numbers in a mirror."""
+    return np.sign(values) * np.log1p(np.abs(values))
+
+
+def wanted(column: Column, encoding: Encoding | None) -> set[str]:
+    """Which facts some encoding of this column needs; without one given, its default."""
+    kind, data = column.role, type_of(column.type)
+    asked: Kind | None = encoding.kind if encoding else None
+    if asked in ("drop", "hash", "bytes") or kind in ("ignore", "id"):
+        return set()
+    facts: set[str] = set()
+    if asked in ("vocabulary", "classes"):
+        facts.add("values")
+    if asked in ("words", "chars"):
+        facts |= {asked, "lengths"}
+    if asked in ("log", "quantile"):
+        facts.add(asked)
+    if asked in NUMERIC | {"raw", "dates"}:
+        facts.add("moments")
+    if asked == "image" or (asked is None and kind == "image"):
+        facts.add("sizes")
+    if asked is not None:
+        return facts
+    if kind == "text" or (pa.types.is_list(data) and is_text(data.value_type)):
+        return facts | {"words", "lengths"}
+    if kind == "label" and not is_list(data) and not pa.types.is_floating(data):
+        return facts | {"values", "moments"}
+    if kind in ("feature", "label") and (is_text(data) or pa.types.is_boolean(data)):
+        return facts | {"values", "moments"}
+    return facts | {"moments"}
+
+
+# ---- map
+
+
+def collect(table: pa.Table, schema: Schema, encodings: Mapping[str, Encoding]) -> bytes:
+    """What a piece's training records say of every column."""
+    places = {name: i for i, name in enumerate(table.column_names)}
+    parts = {
+        c.name: _part(c, whole(table.column(places[c.name])), wanted(c, encodings.get(c.name)))
+        for c in schema
+        if c.name in places
+    }
+    return msgspec.msgpack.encode(parts)
+
+
+def _part(column: Column, values: pa.Array, wants: set[str]) -> Part:
+    kind = values.type
+    part = Part(column, len(values) - values.null_count, values.null_count)
+    if is_list(kind) and is_number(kind.value_type):
+        part.lengths, part.longest = _lengths(compute.list_value_length(values))
+        _about_numbers(part, inner(values.drop_null())[0], wants)
+    elif is_number(kind) or pa.types.is_boolean(kind) or pa.types.is_timestamp(kind):
+        there = _about_numbers(part, values, wants)
+        part.count, part.missing = there, len(values) - there
+        if "values" in wants:
+            part.values = counting.count(plain_numbers(values)).dump()
+    elif is_bytes(kind) or is_list(kind):
+        _about_text(part, values, wants)
+    return part
+
+
+def _about_numbers(part: Part, values: pa.Array, wants: set[str]) -> int:
+    """How many numbers there are."""
+    found = numbers(values)
+    there = ~nulls(values)
+    if found.dtype.kind == "f":
+        there &= np.isfinite(found)
+    found = found if there.all() else found[there]
+    if len(found):
+        part.bounds = (found.min().item(), found.max().item())
+    if "moments" in wants:
+        part.moments = moments(found)
+    if "log" in wants:
+        part.logs = moments(log_of(found.astype(np.float64)))
+    if "quantile" in wants:
+        part.sketch = sketching.sketch(found)
+    return len(found)
+
+
+def _about_text(part: Part, values: pa.Array, wants: set[str]) -> None:
+    if "values" in wants and not is_list(values.type):
+        part.values = counting.count(values).dump()
+    if "lengths" in wants:
+        sized = compute.list_value_length if is_list(values.type) else compute.binary_length
+        sized = compute.utf8_length if is_text(values.type) else sized
+        part.lengths, part.longest = _lengths(sized(values))
+    if "words" in wants and (is_text(values.type) or is_list(values.type)):
+        part.tokens = counting.count(words(values)[0]).dump()
+    if "chars" in wants and is_text(values.type):
+        part.tokens = counting.count(pa.array(chars(values)[0])).dump()
+    if "sizes" in wants and not is_text(values.type):
+        found = {shape_of(data.as_py()) for data in values if data.is_valid} - {None}
+        part.sizes = sorted(f for f in found if f is not None)[:SIZES]
+
+
+def _lengths(sizes: pa.Array) -> tuple[Moments, int]:
+    there = sizes.drop_null().to_numpy()
+    return moments(there), int(there.max()) if len(there) else 0
+
+
+def plain_numbers(values: pa.Array) -> pa.Array:
+    """Floats with one kind of zero, and null for NaN and infinity; others as they are."""
+    if not pa.types.is_floating(values.type):
+        return values
+    found = numbers(values)
+    gone = nulls(values) | ~np.isfinite(found)
+    return pa.array(found + 0.0, values.type, mask=gone)
+
+
+# ---- reduce
+
+
+def merge(parts: Iterable[bytes]) -> dict[str, Facts]:
+    """The facts of every column, from all pieces in their order."""
+    decoder = msgspec.msgpack.Decoder(dict[str, Part])
+    sums: dict[str, _Sum] = {}
+    for data in parts:
+        for name, part in decoder.decode(data).items():
+            sums.setdefault(name, _Sum(part.column)).add(part)
+    return {name: found.facts() for name, found in sums.items()}
+
+
+class _Sum:
+    """The parts of one column, added up."""
+
+    def __init__(self, column: Column) -> None:
+        self.part = Part(column)
+        self.values, self.tokens = Tally(), Tally()
+
+    def add(self, new: Part) -> None:
+        old = self.part
+        for tally, data in ((self.values, new.values), (self.tokens, new.tokens)):
+            if data is not None:
+                tally.add(Counts.load(data))
+        if new.sketch and old.sketch:
+            new.sketch = sketching.merged([old.sketch, new.sketch])
+        if new.bounds and old.bounds:
+            (low, high), (least, most) = old.bounds, new.bounds
+            new.bounds = min(low, least), max(high, most)
+        self.part = Part(
+            old.column,
+            old.count + new.count,
+            old.missing + new.missing,
+            new.bounds or old.bounds,
+            _added(old.moments, new.moments),
+            _added(old.logs, new.logs),
+            sketch=new.sketch or old.sketch,
+            lengths=_added(old.lengths, new.lengths),
+            longest=max(old.longest, new.longest),
+            sizes=sorted({*old.sizes, *new.sizes})[:SIZES],
+        )
+
+    def facts(self) -> Facts:
+        part = self.part
+        return Facts(
+            column=part.column,
+            count=part.count,
+            missing=part.missing,
+            bounds=part.bounds,
+            moments=part.moments,
+            logs=part.logs,
+            values=self.values.total(),
+            tokens=self.tokens.total(),
+            sketch=part.sketch,
+            lengths=part.lengths,
+            longest=part.longest,
+            sizes=tuple(part.sizes),
+        )
+
+
+def _added(a: Moments | None, b: Moments | None) -> Moments | None:
+    return a + b if a and b else a or b
+
+
+def statistics(facts: Facts) -> dict[str, Any]:
+    """For people and manifests; values in the column's own terms."""
+    told: dict[str, Any] = {"count": facts.count, "missing": facts.missing}
+    if facts.bounds:
+        told["least"], told["most"] = (_shown(facts, b) for b in facts.bounds)
+    if facts.moments and facts.count:
+        told["mean"] = _shown(facts, facts.moments.mean)
+        if not _is_time(facts):
+            told["deviation"] = facts.moments.deviation
+    if facts.lengths and facts.count:
+        told["length"] = {"mean": facts.lengths.mean, "most": facts.longest}
+    for word, counted in (("values", facts.values), ("tokens", facts.tokens)):
+        if counted is not None:
+            told[f"distinct {word}"] = f"over {len(counted):,}" if counted.capped else len(counted)
+            values = zip(counted.values[:COMMON], counted.counts[:COMMON].tolist(), strict=True)
+            told[f"common {word}"] = {_label(v.as_py(), word): n for v, n in values}
+    if facts.sizes:
+        told["sizes"] = ["x".join(map(str, size)) for size in facts.sizes]
+    return told
+
+
+def _is_time(facts: Facts) -> bool:
+    return pa.types.is_timestamp(type_of(facts.column.type))
+
+
+def _shown(facts: Facts, value: Number) -> Any:
+    return str(pa.scalar(int(value), pa.timestamp("us"))) if _is_time(facts) else value
+
+
+def _label(value: Any, word: str) -> str:
+    if word == "tokens" and isinstance(value, int):
+        return chr(value)
+    text = value.decode(errors="replace") if isinstance(value, bytes) else str(value)
+    return text if len(text) <= 60 else text[:59] + "…"

@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The story of a preparation: raw records in, a prepared folder out.
+
+    plan      the files are cut in chunks
+    stage     chunks → typed pieces on disk; every bad record is named
+    divide    every record gets its split; nothing leaks, and that is counted
+    fit       encoders learn from the training records only
+    apply     pieces are encoded and spilled, grouped by shard
+    shuffle   each shard is gathered and sorted by its records' keys
+
+Each phase is a list of independent tasks over an Executor, and every finished task is kept: the
+same command goes on where it was interrupted. The manifest is written last.
+
+Invariant: the bytes of the result are a function of the records and the recipe alone; not of the
+number of workers, their memory, how often they died, or who they were.
+"""
+
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
+from pathlib import Path
+from typing import Any, get_args
+
+import msgspec
+
+from manyhands.data.columns.schema import RECORD_BITS
+from manyhands.data.mapreduce.tasks import Crew, parse_bytes
+from manyhands.data.preparing import write_shards
+from manyhands.data.preparing.assign_splits import Division
+from manyhands.data.preparing.output_folder import (
+    Site,
+    bars,
+    claim,
+    target_bytes,
+    tidy,
+    work_folder,
+)
+from manyhands.data.preparing.phases import Pieces, divide_all, group_of, stage_all
+from manyhands.data.preparing.recipe import (
+    Balance,
+    Format,
+    Recipe,
+    choice,
+    read_on_error,
+    read_pairs,
+    refuse_finished,
+    settle_roles,
+)
+from manyhands.data.shards.manifest import Manifest, write_manifest
+from manyhands.data.sources.cutting.source import Bad, Source
+from manyhands.data.sources.formats.python_iterable import Spooled
+from manyhands.data.sources.open_sources import Options, open_sources
+from manyhands.data.sources.staging import (
+    read_bad,
+    too_many,
+)
+from manyhands.data.splitting.split import folds, parse_split
+from manyhands.values.errors import DataError
+from manyhands.values.rundir import write_whole
+from manyhands.values.version import VERSION
+
+Pairs = Mapping[str, str] | Sequence[str]
+"""COLUMN → VALUE, or texts COLUMN=VALUE."""
+
+SKIPPED = "skipped.jsonl"
+LEAST_MEMORY = 100_000
+
+
+def prepare(
+    sources: str | Path | Iterable[Any],
+    to: str | Path,
+    *,
+    label: str | None = None,
+    split: str | None = None,
+    folds: int = 0,
+    id: str | None = None,
+    group: str | None = None,
+    roles: Pairs = (),
+    types: Pairs = (),
+    encode: Pairs = (),
+    missing: Pairs = (),
+    pack: Pairs = (),
+    keep: Sequence[str] = (),
+    drop: Sequence[str] = (),
+    balance: str = "",
+    sample: float = 1.0,
+    like: str | Path | None = None,
+    on_error: str = "fail",
+    seed: int = 0,
+    input_format: str | None = None,
+    delimiter: str | None = None,
+    header: str = "auto",
+    names: Sequence[str] | None = None,
+    encoding: str = "utf-8",
+    null: Sequence[str] = (),
+    max_field: str | int = "16MiB",
+    unit: str = "line",
+    window: int = 0,
+    format: str = "arrow",
+    compression: str = "",
+    shard_size: str | int = "64MiB",
+    workers: int | None = None,
+    memory: str | int = "1GiB",
+    executor: Executor | None = None,
+    restart: bool = False,
+    quiet: bool = True,
+) -> Manifest:
+    """Turn raw records into a data set in the folder `to`; what it holds.
+
+    `sources`: paths, globs, folders, URLs, or an iterable of records (dicts). docs/data.md says
+    what each setting does.
+    """
+    if folds and split is not None:
+        raise DataError("give a split or folds, not both.")
+    recipe = msgspec.convert(
+        {
+            "split": split or ("none" if like else "ratio=0.8"),
+            "folds": folds,
+            "seed": seed,
+            "roles": settle_roles(_pairs(roles, "role"), label, id, group),
+            "types": _pairs(types, "type"),
+            "encode": _pairs(encode, "encode"),
+            "missing": _pairs(missing, "missing"),
+            "pack": {name: p.split(",") for name, p in _pairs(pack, "pack").items()},
+            "keep": list(keep),
+            "drop": list(drop),
+            "balance": choice("balance", balance, get_args(Balance)),
+            "sample": sample,
+            "format": choice("format", format, get_args(Format)),
+            "compression": choice("compression", compression, ("", "lz4", "zstd")),
+            "shard_bytes": parse_bytes(shard_size),
+            "skip": read_on_error(on_error),
+            "like": "" if like is None else str(like),
+        },
+        Recipe,
+        strict=False,
+    )
+    options = Options(
+        format=input_format,
+        delimiter=delimiter,
+        header=header,
+        names=tuple(names or ()),
+        encoding=encoding,
+        null=tuple(null),
+        max_field=parse_bytes(max_field),
+        unit=unit,
+        window=window,
+    )
+    folder, limit = Path(to), parse_bytes(memory)
+    if limit < LEAST_MEMORY:
+        raise DataError(f"--memory {memory} is too little; give at least 1MB.")
+    try:
+        refuse_finished(folder)
+    except DataError:
+        tidy(folder)
+        raise
+    with work_folder(folder, restart=restart) as work, bars(quiet=quiet) as progress:
+        opened = open_sources(sources, options, spool=work / "spool", target=target_bytes(limit))
+        target = target_bytes(limit, _size_of(opened))
+        key = recipe.digest(options, target, *_facts(opened))
+        claim(work, key, folder)
+        with Crew(work, workers=workers, executor=executor, progress=progress) as crew:
+            site = Site(folder, recipe, crew, limit, target, key, quiet)
+            for note in (note for source in opened for note in source.notes):
+                site.note(note)
+            manifest = _make(site, opened)
+        shutil.rmtree(work, ignore_errors=True)
+    return manifest
+
+
+def _pairs(given: Pairs, what: str) -> dict[str, str]:
+    return dict(given) if isinstance(given, Mapping) else read_pairs(given, what)
+
+
+def _facts(sources: Sequence[Source]) -> Iterator[str]:
+    """What a checkpoint depends on beside the recipe: the files as they are now."""
+    for source in sources:
+        if isinstance(source, Spooled):
+            yield source.digest
+        for file in source.files:
+            path = Path(file)
+            inside = sorted(path.rglob("*")) if path.is_dir() else [path]
+            yield file
+            for one in inside:
+                if one.is_file():
+                    yield f"{one.name} {one.stat().st_size} {one.stat().st_mtime_ns}"
+
+
+def _size_of(sources: Sequence[Source]) -> int | None:
+    """Bytes of all files; None where some are not here."""
+    paths = [Path(file) for source in sources for file in source.files]
+    return sum(p.stat().st_size for p in paths) if all(p.is_file() for p in paths) else None
+
+
+def _make(site: Site, sources: Sequence[Source]) -> Manifest:
+    recipe = site.recipe
+    pieces = stage_all(site, sources)
+    rule = folds(recipe.folds, group_of(recipe)) if recipe.folds else parse_split(recipe.split)
+    division = divide_all(site, pieces, rule)
+    made = [
+        write_shards.make(site, pieces.paths, pieces.schema, division, held_out=held_out)
+        for held_out in (range(recipe.folds) if recipe.folds else (None,))
+    ]
+    bad = _left_out(site, pieces, division, made[0].refused)
+    lineage = _lineage(site, pieces, division, len(bad))
+    finished = [
+        msgspec.structs.replace(m.manifest, lineage=lineage | m.manifest.lineage) for m in made
+    ]
+    for k, manifest in enumerate(finished):
+        for note in manifest.lineage["notes"]:
+            site.note(f"fold {k}: {note}" if recipe.folds else note)
+    if bad:
+        lines = b"".join(msgspec.json.encode(b) + b"\n" for b in bad)
+        write_whole(site.folder / SKIPPED, lines)
+        plural = "records were" if len(bad) > 1 else "record was"
+        site.note(f"{len(bad):,} {plural} left out: see {site.folder / SKIPPED}")
+    if not recipe.folds:
+        write_manifest(site.folder, finished[0])
+        return finished[0]
+    for held_out, manifest in enumerate(finished):
+        write_manifest(site.folder / f"fold-{held_out}", manifest)
+    whole = msgspec.structs.replace(
+        finished[0],
+        schema=(),
+        splits={},
+        encoders={},
+        statistics={},
+        lineage=lineage,
+        folds=recipe.folds,
+    )
+    write_manifest(site.folder, msgspec.structs.replace(whole, split=f"folds={recipe.folds}"))
+    return whole
+
+
+# ---- what is told of it
+
+
+def _left_out(
+    site: Site, pieces: Pieces, division: Division, refused: Sequence[tuple[int, str]]
+) -> list[Bad]:
+    """Every record that is in no shard, with the reason; more than may be skipped is an error."""
+    what = f"its '{division.rule.column}' is missing, so it belongs to no split"
+    nowhere = [(record, what) for d in division.pieces for record in d.nowhere]
+    late = [
+        Bad(pieces.files[record >> RECORD_BITS], record & ((1 << RECORD_BITS) - 1), -1, why)
+        for record, why in sorted([*nowhere, *refused])
+    ]
+    bad = [*read_bad(pieces.folder, pieces.stages), *late]
+    if len(bad) > site.recipe.skip:
+        raise DataError(too_many(bad, site.recipe.skip))
+    return bad
+
+
+def _lineage(site: Site, pieces: Pieces, division: Division, skipped: int) -> dict[str, Any]:
+    return {
+        "files": pieces.files,
+        "records": pieces.records,
+        "skipped": skipped,
+        "recipe": msgspec.to_builtins(site.recipe),
+        "rule": msgspec.to_builtins(division.rule),
+        "made_by": f"manyhands {VERSION}",
+    }

@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Making: divided records → encoded, shuffled shards and their manifest.
+
+What each task does is in `applying`; here it is told which tasks there are, and what their results
+come to together.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from manyhands.data.columns.schema import ID, Column, Schema, column_of
+from manyhands.data.encoding.column_facts import Facts, merge, statistics
+from manyhands.data.encoding.encoders import (
+    Encoders,
+    attempt,
+    choose,
+    encoded_schema,
+    finish,
+    refuse_clashes,
+)
+from manyhands.data.encoding.fitting import Classes, Fitted
+from manyhands.data.encoding.pack import match, pack, packed_schema
+from manyhands.data.encoding.requested_encoding import Encoding, parse_encoding, with_missing
+from manyhands.data.mapreduce.shuffle import buckets_for
+from manyhands.data.mapreduce.tasks import Job, digest_of
+from manyhands.data.preparing import encode_pieces
+from manyhands.data.preparing.assign_splits import Division
+from manyhands.data.preparing.encode_pieces import MOST_COPIES, Applied, Fit, Plan, Shard
+from manyhands.data.preparing.output_folder import Site
+from manyhands.data.preparing.recipe import WEIGHT
+from manyhands.data.preparing.record_accounts import lineage_of, merged
+from manyhands.data.shards.manifest import VERSION, Manifest, SplitInfo, read_manifest
+from manyhands.data.sources.staging import read_piece
+from manyhands.values.errors import DataError
+from manyhands.values.rundir import write_whole
+
+_SAMPLE_ROWS = 1000
+_LEAST_BUCKET = 4
+"""A bucket should be at most this part of a worker's memory: gathering takes three times it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    manifest: Manifest
+    """Its lineage has what is told of this data set alone."""
+    refused: list[tuple[int, str]]
+    """Records that cannot be encoded, by id, with the reason."""
+
+
+def make(
+    site: Site,
+    pieces: Sequence[str],
+    raw: Schema,
+    division: Division,
+    *,
+    held_out: int | None = None,
+) -> Made:
+    """One data set: with the division's splits, or with one fold held out."""
+    recipe = site.recipe
+    prefix = "" if held_out is None else f"fold-{held_out}-"
+    folder = site.folder if held_out is None else site.folder / f"fold-{held_out}"
+    folder.mkdir(exist_ok=True)
+    names, sides = division.rule.names, list(range(len(division.rule.names)))
+    if held_out is not None:
+        names, sides = ("train", "test"), [int(k == held_out) for k in sides]
+    elif recipe.like and names == ("train",):
+        names = ("test",)
+    fitter = _Fitter(site, pieces, raw, division, prefix)
+    fitted, told = fitter.like() if recipe.like else fitter.fit(sides)
+    plan = fitter.plan(fitted, sides)
+    schema = encoded_schema((Column(ID, "int64", "id"), *fitter.packed), fitted)
+    if recipe.balance == "weight":
+        schema = (*schema, Column(WEIGHT, "float32", "weight"))
+        refuse_clashes(schema)
+    plan_file = site.work / f"{prefix}plan.json"
+    write_whole(plan_file, msgspec.json.encode(plan))
+    key = digest_of(site.key, msgspec.json.encode(plan))
+    buckets = fitter.buckets(plan, len(names))
+
+    spills = site.work / f"{prefix}spills"
+    spills.mkdir(exist_ok=True)
+    paths = [spills / f"{k:06}.spill" for k in range(len(pieces))]
+    applied = site.crew.do(
+        f"{prefix}apply",
+        [
+            Job(
+                f"{k:06}",
+                encode_pieces.apply,
+                (piece, stem, str(plan_file), buckets, str(path)),
+                key=key,
+            )
+            for k, (piece, stem, path) in enumerate(zip(pieces, division.stems, paths, strict=True))
+        ],
+        Applied,
+    )
+    index = spills / "index"
+    write_whole(index, "\n".join(map(str, paths)))
+    label = plan.label if isinstance(fitted.get(plan.label), Classes) else ""
+    wanted = [(split, bucket) for split in range(len(names)) for bucket in range(buckets[split])]
+    stems = [f"{names[split]}-{bucket:05}" for split, bucket in wanted]
+    shards = site.crew.do(
+        f"{prefix}shuffle",
+        [
+            Job(
+                stem,
+                encode_pieces.shuffle,
+                (str(index), *place, str(folder / stem), recipe, schema, label),
+                key=key,
+            )
+            for stem, place in zip(stems, wanted, strict=True)
+        ],
+        Shard,
+    )
+    by_split: dict[str, list[Shard]] = {name: [] for name in names}
+    for (split, _), shard in zip(wanted, shards, strict=True):
+        by_split[names[split]].append(shard)
+    for name, found in by_split.items():
+        if not any(shard.info.rows for shard in found):
+            raise DataError(
+                f"no record is left for the split '{name}' (--sample {recipe.sample:g})."
+            )
+    manifest = Manifest(
+        version=VERSION,
+        format=recipe.format,
+        seed=recipe.seed,
+        schema=schema,
+        splits={name: _split_info(found, fitted.get(label)) for name, found in by_split.items()},
+        raw=raw,
+        encoders=Encoders(fitted).dump(),
+        split=recipe.split if held_out is None else f"fold {held_out} of {recipe.folds}",
+        statistics=told,
+        leakage=division.report.counts,
+        lineage=lineage_of(merged([a.account for a in applied]), recipe, fitted),
+    )
+    return Made(manifest, [found for a in applied for found in a.refused])
+
+
+def _split_info(shards: Sequence[Shard], classes: Fitted | None) -> SplitInfo:
+    counts: dict[str, int] = {}
+    for shard in shards:
+        for place, count in shard.labels.items():
+            counts[place] = counts.get(place, 0) + count
+    known = classes.values if isinstance(classes, Classes) else []
+    labels = {
+        str(known[int(place)]) if 0 <= int(place) < len(known) else "unknown": count
+        for place, count in sorted(counts.items(), key=lambda item: int(item[0]))
+    }
+    infos = [shard.info for shard in shards]
+    return SplitInfo(sum(i.rows for i in infos), sum(i.nbytes for i in infos), infos, labels)
+
+
+def _class_label(fitted: Mapping[str, Fitted]) -> str:
+    """The label, as another folder's encoders know it; "" where it is none of classes."""
+    labels = (n for n, f in fitted.items() if isinstance(f, Classes) and f.role == "label")
+    return next(labels, "")
+
+
+class _Fitter:
+    """Fitting, and what is known before it."""
+
+    def __init__(
+        self, site: Site, pieces: Sequence[str], raw: Schema, division: Division, prefix: str
+    ) -> None:
+        self.site, self.pieces, self.raw, self.division = site, pieces, raw, division
+        self.prefix, self.recipe = prefix, site.recipe
+        names = [c.name for c in raw]
+        self.groups = {name: match(p, names) for name, p in self.recipe.pack.items()}
+        self.packed = packed_schema(raw, self.groups)
+
+    def fit(self, sides: Sequence[int]) -> tuple[dict[str, Fitted], dict[str, Any]]:
+        """Encoders, and statistics for people, from the training records."""
+        asked = self._asked()
+        folder = self.site.work / f"{self.prefix}facts"
+        folder.mkdir(exist_ok=True)
+        training = [k for k, side in enumerate(sides) if side == 0]
+        key = digest_of(self.site.key, repr((asked, training)))
+        jobs = [
+            Job(
+                f"{k:06}",
+                encode_pieces.fit,
+                (
+                    piece,
+                    self.raw,
+                    self.groups,
+                    stem,
+                    self.recipe.sample,
+                    training,
+                    self.packed,
+                    asked,
+                    str(folder / f"{k:06}.facts"),
+                ),
+                key=key,
+            )
+            for k, (piece, stem) in enumerate(zip(self.pieces, self.division.stems, strict=True))
+        ]
+        done = self.site.crew.do(f"{self.prefix}fit", jobs, Fit)
+        facts = merge(Path(d.file).read_bytes() for d in done)
+        fitted = {c.name: self._finish(c, facts[c.name], asked.get(c.name)) for c in self.packed}
+        return fitted, {name: statistics(f) for name, f in facts.items()}
+
+    def _asked(self) -> dict[str, Encoding]:
+        """Encodings as given; a name may be a pattern."""
+        names, asked = [c.name for c in self.packed], dict[str, Encoding]()
+        for pattern, text in self.recipe.encode.items():
+            for name in match([pattern], names):
+                asked[name] = parse_encoding(text)
+        for pattern, how in self.recipe.missing.items():
+            for name in match([pattern], names):
+                if name in asked:
+                    asked[name] = with_missing(asked[name], how)
+        return asked
+
+    def _finish(self, column: Column, facts: Facts, asked: Encoding | None) -> Fitted:
+        encoding = asked
+        if encoding is None:
+            encoding, reason = choose(column, facts)
+            for pattern, how in self.recipe.missing.items():
+                if column.name in match([pattern], [c.name for c in self.packed]):
+                    encoding = with_missing(encoding, how)
+            if encoding.kind == "drop":
+                self.site.note(f"column '{column.name}' is left out: {reason}")
+        return finish(encoding, facts)
+
+    def like(self) -> tuple[dict[str, Fitted], dict[str, Any]]:
+        """The encoders of another prepared folder."""
+        other = read_manifest(Path(self.recipe.like))
+        fitted = Encoders.load(other.encoders).fitted
+        there = {c.name for c in self.packed}
+        for name, fit in fitted.items():
+            if fit.role not in ("label", "id", "group", "time", "weight"):
+                column_of(self.packed, name)
+        return {name: fit for name, fit in fitted.items() if name in there}, other.statistics
+
+    def plan(self, fitted: Mapping[str, Fitted], sides: Sequence[int]) -> Plan:
+        label = self.division.names.label or _class_label(fitted)
+        counts: list[int] = []
+        if self.recipe.balance:
+            classes = fitted.get(label)
+            if not isinstance(classes, Classes):
+                raise DataError("--balance needs a label with classes: --label COLUMN.")
+            told = self.division.report.balance
+            training = [k for k, side in enumerate(sides) if side == 0]
+            named = {str(v): k for k, v in enumerate(classes.values)}
+            counts = [0] * len(classes.values)
+            for value, found in told.items():
+                if value in named:
+                    counts[named[value]] = sum(found[k] for k in training)
+            most = max(counts, default=0) / max(1, min((n for n in counts if n), default=1))
+            if self.recipe.balance == "over" and most > MOST_COPIES:
+                raise DataError(
+                    f"--balance over would repeat records {most:,.0f} times; use weight or under."
+                )
+        return Plan(
+            raw=self.raw,
+            sides=list(sides),
+            fitted=dict(fitted),
+            seed=self.recipe.seed,
+            pack={name: list(members) for name, members in self.groups.items()},
+            sample=self.recipe.sample,
+            how=self.recipe.balance,
+            label=label,
+            counts=counts,
+            like=bool(self.recipe.like),
+        )
+
+    def buckets(self, plan: Plan, splits: int) -> list[int]:
+        """How many shards each split gets, from the size of the first records when encoded."""
+        types = {c.name: c.type for c in self.raw}
+        table = read_piece(Path(self.pieces[0]), types).slice(0, _SAMPLE_ROWS)
+        size = pack(table, plan.pack).nbytes / max(1, table.num_rows)
+        encoded, _ = attempt(plan.fitted, pack(table, plan.pack))
+        grows = encoded.nbytes / max(1, encoded.num_rows) / max(1.0, size)
+        nbytes = [0.0] * splits
+        for divided in self.division.pieces:
+            for k, side in enumerate(plan.sides):
+                nbytes[side] += divided.nbytes[k] * grows * plan.sample
+        if self.recipe.shard_bytes > self.site.memory // _LEAST_BUCKET:
+            self.site.note("a shard takes much of the memory; a smaller --shard-size takes less")
+        return buckets_for(map(round, nbytes), self.recipe.shard_bytes)

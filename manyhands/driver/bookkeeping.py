@@ -1,0 +1,383 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The driver's desk: everything the supervisor reports is dealt with here.
+
+Events are passed on to whoever is told of them (telling.py), the ledger is kept, checkpoints are
+committed and deleted, scores judged; and at the end there is a report, a verdict or a word about
+how to resume.
+"""
+
+import os
+import platform
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from manyhands.accounting import ledger
+from manyhands.checkpoint.commit import FileRecord, Folder, Manifest, to_delete
+from manyhands.checkpoint.contents import MODEL
+from manyhands.checkpoint.tensors import fingerprint
+from manyhands.driver.status_writer import Speed, Telling
+from manyhands.driver.supervise.audience import Done, Incident, Link, WorkerStatus
+from manyhands.evaluation.early_stopping import best_step, should_stop
+from manyhands.monitor.terminal import Progress
+from manyhands.planning.pace.deadline import Aim
+from manyhands.planning.planner import Plan
+from manyhands.values import events
+from manyhands.values.config import RunConfig, live_settings
+from manyhands.values.errors import ConfigError, Interrupted, RequestError, RunFailed
+from manyhands.values.faults import FaultPlan
+from manyhands.values.messages import (
+    Answer,
+    Beat,
+    ReadFile,
+    SavedFile,
+    Settings,
+    StoreFile,
+    View,
+)
+from manyhands.values.report import Report
+from manyhands.values.rundir import RunDir, write_whole
+from manyhands.values.task import Loaded
+from manyhands.values.verdict import Cause, Verdict, explain
+from manyhands.worker.carried_files import Files
+
+OnStep = Callable[[events.Stepped], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One call of `train` or `resume`, after its arguments were made sense of."""
+
+    run: RunDir
+    loaded: Loaded
+    config: RunConfig
+    workers: int | tuple[int, int] | None
+    """A number, the least and the most, or as many as there is room for."""
+    on_step: OnStep | None
+    quiet: bool
+    faults: FaultPlan
+    given: frozenset[str] = frozenset()
+    """Settings given for this resume: they win over earlier live changes."""
+    changes: Mapping[int, dict[str, Any]] = field(default_factory=dict[int, dict[str, Any]])
+    """Settings that change after so many steps: of the run that is replayed."""
+    debug: tuple[int, int] | None = None
+    """Stop in a debugger at this micro-batch: (step, index)."""
+    notes: Sequence[str] = ()
+    aim: Aim | None = None
+    """A wished speed, which sets the number of workers."""
+
+
+class Desk:
+    """The driver's side of everything the supervisor reports."""
+
+    def __init__(
+        self,
+        job: Job,
+        made: Plan,
+        first_step: int,
+        started: float,
+        book: ledger.Book,
+        start_from: str | None = None,
+    ) -> None:
+        self.job, self.plan, self.started, self.book = job, made, started, book
+        live = [s for c in book.changes if c.step <= first_step for s in live_settings(c.settings)]
+        self.config = job.config.with_settings(live)
+        """With the changes that were made while training."""
+        self.groups: list[dict[str, Any]] = []
+        self.schedule: list[str] = []
+        self.losses: dict[int, float] = {}
+        self.incidents = 0
+        self.doing = "running"
+        self.storage = Folder(job.run)
+        self.files = Files(job.run, start_from)
+        self.telling = Telling(job.run, job.config.log, quiet=job.quiet)
+        self.speed = Speed()
+        self.state = "running"
+        self.status_of: list[WorkerStatus] = []
+        self.outlook: Callable[[], dict[str, str]] = dict[str, str]
+        """The wished speed and the forecast, while there are any."""
+        self.links: list[Link] = []
+        self.first_step = first_step
+        # By step: what was evaluated again after a resume counts once.
+        past = {
+            e.step: events.numbers_of(e.scores)
+            for e in events.read_events(job.run.events)
+            if isinstance(e, events.Evaluated) and e.step <= first_step
+        }
+        self.history = sorted(past.items())
+        self.progress = Progress(
+            step=first_step,
+            total_steps=made.steps.value,
+            steps_per_epoch=made.steps_per_epoch,
+            batch=job.config.train.batch,
+            workers=made.workers.value,
+        )
+        verb = f"resuming at step {first_step}" if first_step else "training"
+        title = f"{verb} in {job.run.root}"
+        lines = [title, *(f"  {line}" for line in made.lines())]
+        self.telling.note("\n".join(lines))
+        self.event(
+            events.Started(
+                step=first_step,
+                total_steps=made.steps.value,
+                workers=made.workers.value,
+                pid=os.getpid(),
+                host=platform.node(),
+            )
+        )
+
+    # ---- what the supervisor tells
+
+    def event(self, event: events.AnyEvent) -> None:
+        self.telling.event(event)
+
+    def beat(self, beat: Beat) -> None:
+        self.telling.losses(beat.losses)
+        if beat.loss is None:
+            return
+        self.speed.measure(beat.records)
+        self.progress.samples_per_s = self.speed.lately
+        self.progress.step, self.progress.loss = beat.step, beat.loss
+        self.losses = {beat.step: beat.loss}
+        self.telling.progress(self.progress)
+        for record in beat.steps:
+            event = events.Stepped(
+                step=record.step,
+                epoch=record.epoch,
+                loss=record.loss,
+                lr=record.lr,
+                samples_per_s=self.progress.samples_per_s,
+                numbers=record.numbers,
+            )
+            self.event(event)
+            if self.job.on_step is not None:
+                self.job.on_step(event)
+
+    def status(self, workers: list[WorkerStatus], links: list[Link], doing: str) -> None:
+        self.status_of, self.links, self.doing = workers, links, doing
+        self.progress.workers = len(workers)
+        self._write_status()
+
+    def begun(
+        self, view: View, step: int, groups: list[dict[str, Any]], schedule: list[str]
+    ) -> None:
+        self.groups, self.schedule = groups, schedule
+        workers = [m.worker for m in view.members]
+        self.book.begin(step, view.generation, workers, view.speeds)
+        self.progress.workers = len(workers)
+        self.event(
+            events.Viewed(
+                generation=view.generation,
+                first_step=step,
+                members={m.rank: m.pid for m in view.members},
+                because=view.because,
+            )
+        )
+
+    def changed(self, step: int, changes: Settings) -> None:
+        self.book.change(step, changes)
+        self.config = self.config.with_settings(live_settings(changes))
+        self.event(events.Changed(step=step, settings=changes))
+
+    def objection(self, changes: Settings) -> str | None:
+        if not self.groups:
+            return "training has not begun yet; try again in a moment"
+        known = {key: value for group in self.groups for key, value in group.items()}
+        for name, value in changes.items():
+            if "." not in name:
+                if name not in known or name == "initial_lr":
+                    return f"the optimizer has no '{name}'; it has {', '.join(sorted(known))}."
+                if not isinstance(value, bool | int | float | list):
+                    return f"{name} = {value!r} is not a number."
+                odd = [kind for kind in self.schedule if kind in ("OneCycleLR", "CyclicLR")]
+                if name == "lr" and odd:
+                    return f"{odd[0]} has no base rate that could be changed while it goes on."
+        try:
+            config = self.config.with_settings(live_settings(changes))
+        except ConfigError as error:
+            return str(error)
+        if config.evaluate is not None and self.config.evaluate is None:
+            return "this run does not evaluate while it trains; there is no interval to change."
+        return None
+
+    def recovered(self, incident: Incident) -> None:
+        self.incidents += 1
+        self.event(
+            events.Recovered(
+                step=incident.step,
+                workers=self.progress.workers,
+                seconds=incident.seconds,
+                recomputed=incident.recomputed,
+                because=incident.decided,
+            )
+        )
+        verdict = msgspec.structs.replace(
+            self._verdict(incident.cause),
+            outcome="recovered",
+            decided=incident.decided,
+            seconds=incident.seconds,
+            went_on_at=incident.step,
+            recomputed=incident.recomputed,
+        )
+        self.telling.note(verdict.page())
+        with suppress(OSError):
+            encoded = msgspec.json.format(msgspec.json.encode(verdict))
+            write_whole(self.job.run.verdict, encoded, durable=False)
+
+    def _verdict(self, cause: Cause) -> Verdict:
+        return Verdict.of(
+            cause,
+            run=str(self.job.run.root),
+            log=str(self.job.run.log(cause.worker)),
+            saved=max(self.storage.steps(), default=None),
+        )
+
+    def scored(self, step: int, scores: dict[str, float]) -> str | None:
+        self.event(events.Evaluated(step=step, scores=dict(scores)))
+        # A run that went back to a checkpoint scores again what it had scored before.
+        self.history = [h for h in self.history if h[0] < step] + [(step, scores)]
+        self._retain()
+        evaluate = self.job.config.evaluate
+        if evaluate is None:
+            return None
+        try:
+            return should_stop(self.history, by=evaluate.by, patience=evaluate.stop_early)
+        except ConfigError as error:  # hours in, a warning is worth more than a stop
+            self.event(events.Warned(text=f"{error} It will not stop early."))
+            return None
+
+    def serve(self, message: StoreFile | ReadFile) -> Answer:
+        return self.files.serve(message)
+
+    def written(self, step: int, attempt: int, files: list[SavedFile], blocked_s: float) -> None:
+        listed = {f.name: FileRecord(f.size_bytes, f.sha256) for f in files}
+        manifest = Manifest(step, listed, attempt)
+        # First the ledger: a checkpoint must never be ahead of what is proven.
+        self.book.close_at(step, self._rates(), self.losses.get(step), durable=True)
+        self.storage.commit(manifest)
+        self.event(events.Saved(step=step, size_bytes=manifest.size_bytes, blocked_s=blocked_s))
+        self._retain()
+
+    def last_score(self) -> tuple[int, str | None]:
+        """The step that was last scored before this run began, and whether that was enough."""
+        evaluate = self.config.evaluate
+        if not self.history or evaluate is None:
+            return -1, None
+        with suppress(ConfigError):
+            enough = should_stop(self.history, by=evaluate.by, patience=evaluate.stop_early)
+            return self.history[-1][0], enough
+        return -1, None
+
+    def _rates(self) -> list[float | None]:
+        return [group.get("lr") for group in self.groups]
+
+    def _retain(self) -> None:
+        checkpoint = self.config.checkpoint
+        if checkpoint is None:
+            return
+        steps = self.storage.steps()
+        best = None
+        if checkpoint.keep_best is not None:
+            saved = [(step, scores) for step, scores in self.history if step in steps]
+            with suppress(ConfigError):  # said by `scored`, or at the end by its absence
+                best = best_step(saved, checkpoint.keep_best)
+        gone = to_delete(steps, keep_last=checkpoint.keep_last, best=best)
+        for step, because in gone.items():
+            self.storage.delete(step)
+            self.event(events.Deleted(step=step, because=because))
+
+    # ---- how it ends
+
+    def finish(self, done: Done) -> Report:
+        step = done.leader.step
+        self.book.close_at(step, self._rates(), done.leader.loss, durable=True)
+        self.storage.sweep()  # what somebody began to save who did not live to finish it
+        weights = self.job.run.step(step) / MODEL
+        mark = fingerprint(weights)
+        if done.leader.because == "stopped":
+            self.state = "stopped"
+            self.event(events.Stopped(step=step))
+            raise Interrupted(str(self.job.run.root), step)
+        self.state = "finished"
+        scores = next((s for at, s in reversed(self.history) if at == step), {})
+        seconds = time.time() - self.started
+        report = Report(
+            run=str(self.job.run.root),
+            step=step,
+            epochs=step / self.plan.steps_per_epoch,
+            because=done.leader.because,
+            loss=done.leader.loss,
+            scores=scores,
+            fingerprint=mark,
+            workers=self.progress.workers,
+            recoveries=self.incidents,
+            seconds=seconds,
+            samples_per_s=self.speed.mean(),
+            first_step_s=(self.speed.first_at or self.started) - self.started,
+            peak_memory_bytes=done.peak_memory_bytes,
+        )
+        write_whole(self.job.run.report, msgspec.json.format(msgspec.json.encode(report)))
+        self.event(
+            events.Finished(
+                step=step, because=report.because, fingerprint=mark, scores=dict(scores)
+            )
+        )
+        return report
+
+    def fail(self, cause: Cause) -> RequestError | RunFailed:
+        """Write the verdict down; returns the error to raise."""
+        self.state = "failed"
+        self.storage.sweep()
+        if cause.request and cause.step <= self.first_step:
+            if self.first_step == 0:  # nothing was computed: leave no half-made run behind
+                self._forget()
+            return RequestError(cause.what)
+        verdict = msgspec.structs.replace(self._verdict(cause), decided="give up")
+        text = verdict.page()
+        self.event(events.Failed(step=cause.step, verdict=text))
+        with suppress(OSError):  # the disk may be what failed
+            write_whole(self.job.run.verdict, msgspec.json.format(msgspec.json.encode(verdict)))
+        return RunFailed(text)
+
+    def interrupted(self) -> Interrupted:
+        self.state = "stopped"
+        self.storage.sweep()
+        saved = max(self.storage.steps(), default=None)
+        self.event(events.Stopped(step=saved or 0))
+        return Interrupted(str(self.job.run.root), saved)
+
+    def _forget(self) -> None:
+        self.state = "forgotten"
+        shutil.rmtree(self.job.run.root, ignore_errors=True)
+
+    def close(self) -> None:
+        if self.state == "running":
+            self.state = "failed"
+        self._write_status()
+        self.telling.close()
+        self.book.ledger.close()
+        for path in self.job.run.root.glob(".rendezvous-*"):
+            path.unlink(missing_ok=True)
+
+    def _write_status(self) -> None:
+        if self.state != "forgotten":
+            state = self.doing if self.state == "running" else self.state
+            outlook = self.outlook() if self.state == "running" else {}
+            self.telling.status(state, self.progress, self.status_of, self.links, outlook)
+
+
+def drivers_fault(error: OSError, step: int) -> Cause:
+    return Cause(
+        rank=None,
+        worker=0,
+        pid=os.getpid(),
+        host=platform.node(),
+        step=step,
+        what=explain(error),
+        noticed_by="the driver itself ran into it",
+    )

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What people ask for while a run goes on, and when they are told that it has been done."""
+
+from collections.abc import Callable
+
+from manyhands.driver.live.command_socket import (
+    Ask,
+    Change,
+    Continue,
+    Control,
+    Examine,
+    Pause,
+    Scale,
+    StopRun,
+)
+from manyhands.driver.supervise.audience import Audience
+from manyhands.driver.supervise.speed_control import Tempo
+from manyhands.driver.supervise.worker_states import Situation
+from manyhands.values import events
+from manyhands.values.errors import RequestError
+from manyhands.values.messages import Settings
+
+Question = Callable[[], str | None]
+"""Is it done? If so, what to tell whoever asked for it."""
+
+
+class People:
+    """Writes what they want into the situation; `membership.decide` does the rest."""
+
+    def __init__(
+        self,
+        situation: Situation,
+        audience: Audience,
+        control: Control,
+        *,
+        room: Callable[[], int] | None,
+        want: Callable[[int], None],
+        tempo: Tempo | None = None,
+    ) -> None:
+        """`room()` says how many workers the machine has room for, if that may change. `want`
+        tells the launcher how many somebody wants; `tempo` chooses them for a wished speed."""
+        self.now, self.audience, self.control, self.room = situation, audience, control, room
+        self.want, self.tempo = want, tempo
+        self.stop_asked: Callable[[], bool] = lambda: False
+        """Whether a signal asked the driver to stop."""
+        self._waiting: list[tuple[Callable[[str], None], Question]] = []
+
+    def listen(self) -> None:
+        if self.stop_asked() and not self.now.stop:
+            if not self.now.begun:
+                raise KeyboardInterrupt  # nothing has been computed yet
+            self.now.stop = True
+        if self.tempo is not None:
+            self.tempo.observe()
+        if self.room is not None and not self.now.stop:
+            room = self.room()
+            self.now.wanted = room if self.tempo is None else self.tempo.choose(room)
+        for ask, answer in self.control.receive():
+            try:
+                self._waiting.append((answer, self._obey(ask)))
+            except RequestError as error:
+                answer(f"error: {error}")
+
+    def answer(self) -> None:
+        """Those who asked for something that is done now."""
+        for item in list(self._waiting):
+            answer, done = item
+            if (text := done()) is not None:
+                answer(text)
+                self._waiting.remove(item)
+
+    def _obey(self, ask: Ask) -> Question:
+        now = self.now
+        match ask:
+            case Scale(workers=workers):
+                return self._scale(workers)
+            case Change(settings=settings):
+                return self._change(settings)
+            case Pause():
+                now.paused = True
+                return lambda: (
+                    f"paused after step {max(w.step for w in now.members())}"
+                    if (now.halted or now.broken)
+                    and not any(w.phase == "in" for w in now.members())
+                    else None
+                )
+            case Continue():
+                now.paused = False
+                return lambda: "training" if now.running else None
+            case StopRun():
+                now.stop = True
+                return lambda: "stopping after the next step; saving"
+            case Examine():
+                if len(now.members()) < 2:
+                    raise RequestError("an audit needs two workers: manyhands scale RUN 2")
+                now.audit, now.audited = now.step % now.micro_batches, ""
+                return lambda: now.audited or None
+
+    def _scale(self, workers: int) -> Question:
+        now = self.now
+        if workers < 1 or now.most < workers <= now.micro_batches:
+            raise RequestError(f"this run can use 1 to {now.most} workers, not {workers}.")
+        if workers > now.micro_batches:
+            raise RequestError(
+                f"{workers} workers, but a step has only {now.micro_batches} micro-batches "
+                "to deal out: lower train.micro_batch in a new run."
+            )
+        before, now.wanted, self.room, now.failed_starts = now.wanted, workers, None, 0
+        now.least = min(now.least, workers)
+        self.want(workers)
+        self.audience.event(events.Scaled(before=before, workers=workers, step=now.step))
+        return lambda: (
+            f"{workers} worker{'s' * (workers != 1)} since step {now.first_step}"
+            if now.running and len(now.members()) == workers
+            else None
+        )
+
+    def _change(self, settings: Settings) -> Question:
+        now = self.now
+        if (problem := self.audience.objection(settings)) is not None:
+            raise RequestError(problem)
+        now.changes = {**now.changes, **settings}
+        said = ", ".join(f"{k} = {v}" for k, v in settings.items())
+        return lambda: (
+            f"{said}, from step {now.first_step} on" if now.running and not now.changes else None
+        )

@@ -1,0 +1,424 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who is in, and what to do when that changes: pure decisions, no clock, no process.
+
+`decide(situation)` looks at everything known and names one thing to do. The supervisor does it,
+notes that it did, and asks again until the answer is Wait. A worker goes through these phases:
+
+    starting ──Hello──▶ waiting ──View──▶ in ──Ready──▶ ready ──View──▶ in ... ──Left──▶ left
+        └──────────────────┴── Exit, whenever it comes: gone ──┴──────────┘
+
+| situation                                           | decision                                 |
+|-----------------------------------------------------|------------------------------------------|
+| an error that would only come again                 | GiveUp, with the first cause             |
+| too many losses without a step between them         | GiveUp                                   |
+| a worker is silent, stuck, or computes wrongly      | Fence: kill it; its Exit must be seen    |
+| fewer workers than wanted                           | Start                                    |
+| two hosts that answer us cannot reach each other    | Drop one of them                         |
+| a member is gone, or cannot go on by itself         | Break: nobody waits for it any more      |
+| Break or Halt was sent, members are still working   | Wait                                     |
+| ... all are ready, but a fenced one has not ended   | Wait: it could still write               |
+| ... all are ready, and there are enough             | IssueView: members, speeds, changes      |
+| ... nobody survived                                 | Wait for newcomers, then IssueView       |
+| all members have left                               | Finish                                   |
+| somebody wants to join or leave, a setting changes, | Halt: all leave the loop at one step,    |
+| the deal is uneven, stop or pause is asked for      | and nothing is computed in vain          |
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from itertools import combinations
+
+from manyhands.accounting.micro_batches import deal
+from manyhands.driver.supervise.death_causes import (
+    GRACE_S,
+    cause_of_loss,
+    cause_of_trouble,
+    may_still_explain,
+)
+from manyhands.driver.supervise.decisions import (
+    Break,
+    Decision,
+    Drop,
+    Fence,
+    Finish,
+    GiveUp,
+    Halt,
+    IssueView,
+    Start,
+    Wait,
+)
+from manyhands.driver.supervise.worker_states import Situation, Worker
+from manyhands.values.messages import Keeper, Left, Member, Trouble, View
+from manyhands.values.verdict import Cause
+
+MOST_FAILED_STARTS = 3
+
+
+def decide(now: Situation) -> Decision:
+    if now.view is not None and (leader := _all_left(now)) is not None:
+        return Finish(leader)  # whatever else has gone wrong
+    if (cause := _hopeless(now)) is not None:
+        return GiveUp(cause)
+    if (fence := _to_fence(now)) is not None:
+        return fence
+    if (count := _lacking(now)) > 0:
+        return Start(count)
+    if (drop := _cut_off(now)) is not None:
+        return drop
+    if now.broken is None and (lost := _lost(now)) is not None:
+        return lost
+    if now.view is None or now.broken is not None or now.halted is not None:
+        if (fence := _bereft(now)) is not None:
+            return fence
+        view = _next_view(now)
+        return Wait() if view is None else IssueView(view)
+    because = _reason_to_halt(now)
+    if because is None:
+        return Wait()
+    return Halt(because, tuple(speeds_of(now.members())) if because == UNEVEN else ())
+
+
+# ---- giving up
+
+
+def _hopeless(now: Situation) -> Cause | None:
+    """A failure that trying again would not cure."""
+    if now.unsteady is not None:
+        return now.unsteady
+    tried: dict[tuple[int, int | None], Trouble] = {}
+    for trouble in now.troubles:
+        if trouble.symptom:
+            continue
+        if not _worth_another_try(now, trouble):
+            return cause_of_trouble(now, trouble)
+        place = (trouble.step, trouble.micro_batch)
+        if trouble.micro_batch is not None and place in tried:
+            return cause_of_trouble(now, trouble, before=tried[place])
+        tried[place] = trouble
+    ended = [w for w in now.workers.values() if w.phase == "gone" and w.left is None]
+    if not now.replaceable and ended and not may_still_explain(ended[-1]):
+        return cause_of_loss(now, ended[-1])
+    anybody = any(w.alive for w in now.workers.values())
+    never_worked = now.failed_starts >= MOST_FAILED_STARTS and not (now.begun and anybody)
+    if ended and (never_worked or now.losses > now.limits.losses):
+        return cause_of_loss(now, min(ended, key=lambda w: w.ended_s))
+    broken = [w for w in now.members() if w.broken]
+    if broken and now.losses > now.limits.losses:  # nobody died, and still it does not work
+        return cause_of_loss(now, broken[0])
+    return None
+
+
+def _worth_another_try(now: Situation, trouble: Trouble) -> bool:
+    """The user's own code failed at a micro-batch: another worker may have better luck."""
+    if trouble.ours or trouble.request or not now.replaceable:
+        return False
+    return trouble.micro_batch is not None or (now.begun and _newcomer(now, trouble.worker))
+
+
+def _newcomer(now: Situation, worker: int) -> bool:
+    return now.view is not None and now.view.rank_of(worker) is None
+
+
+def suspicious(now: Situation, step: int) -> list[Trouble]:
+    """Failures at micro-batches that others have since computed: now `step` steps are done."""
+    return [t for t in now.troubles if t.micro_batch is not None and t.step < step]
+
+
+# ---- fencing and starting
+
+
+def _to_fence(now: Situation) -> Fence | None:
+    if not now.replaceable:
+        return None
+    limits = now.limits
+    for worker in now.workers.values():
+        if not worker.alive:
+            continue
+        if worker.wrong is not None:
+            return Fence(worker.number, worker.wrong)
+        if worker.phase == "starting":
+            if worker.phase_s > limits.starting_s:
+                return Fence(worker.number, f"it has not come up in {limits.starting_s:.0f} s")
+            continue
+        if worker.silent_s > limits.silent_s:
+            return Fence(
+                worker.number,
+                f"it has not been heard of for {worker.silent_s:.1f} s "
+                f"(recovery.silent_s = {limits.silent_s:g})",
+            )
+        patience = max(limits.stuck_s, limits.stuck_times * worker.micro_batch_s)
+        if worker.phase == "in" and worker.seasoned and worker.stuck_s > patience:
+            return Fence(
+                worker.number,
+                f"it has made no progress for {worker.stuck_s:.1f} s, though it lives "
+                f"(recovery.stuck_s = {limits.stuck_s:g})",
+            )
+    return None
+
+
+def _lacking(now: Situation) -> int:
+    """How many workers to start."""
+    if now.stop and now.begun and any(w.alive for w in now.workers.values()):
+        return 0
+    if now.begun and not now.replaceable:
+        return 0
+    if now.failed_starts >= MOST_FAILED_STARTS:
+        return 0
+    ending = any(w.left is not None for w in now.workers.values())
+    staying = [w for w in now.workers.values() if w.alive and not w.leaving]
+    if ending:  # one is enough to finish what somebody did not
+        unfinished = any(w.left is None for w in now.members())
+        return 1 if unfinished and not staying else 0
+    most = now.wanted + now.witnesses
+    return max(0, (most if now.capacity is None else min(most, now.capacity)) - len(staying))
+
+
+# ---- losses
+
+LINK_S = 0.5
+"""How long to wait for other signs when a connection between two hosts has failed."""
+MUTE_S = 1.0
+"""A host of which nothing was heard for so long since a connection to it failed is gone."""
+
+
+def _cut_off(now: Situation) -> Drop | None:
+    """One of two hosts that have lost their connection to each other: the one that is mute since
+    then, or (both live) the one that has lost more of them; among equals, the one that came last.
+    The driver's own host stays.
+    """
+    members = [w for w in now.members() if w.alive]
+    hosts = {w.at: w for w in reversed(members)}
+    links: set[frozenset[str]] = set()
+    for worker in members:
+        others = [at for at in worker.lost if at in hosts and at != worker.at]
+        if not worker.broken or worker.phase_s < LINK_S:
+            continue
+        for other in sorted(others):
+            # Who has answered since would have told of a worker that died.
+            pair = (worker.at, other)
+            mute = [at for at in pair if hosts[at].host_silent_s >= worker.phase_s]
+            if len(mute) == 1 and worker.phase_s >= MUTE_S:
+                name = hosts[mute[0]].host_name
+                return Drop(mute[0], f"{name} does not answer, and its connections have ended")
+            if not mute:
+                links.add(frozenset(pair))
+    if not links:
+        return None
+    failed = Counter(at for link in links for at in link)
+    order = list(dict.fromkeys(w.at for w in members))
+    worst = max(failed, key=lambda at: (at != "", failed[at], order.index(at)))
+    link = min(sorted(link) for link in links if worst in link)
+    names = " and ".join(sorted(hosts[at].host_name for at in link))
+    return Drop(worst, f"{names} both answer, but do not reach each other")
+
+
+def _lost(now: Situation) -> Break | None:
+    """A member that is gone, or one that had to stop because the others do not answer."""
+    for worker in now.members():
+        if worker.phase == "gone" and worker.left is None:
+            if may_still_explain(worker):
+                continue
+            cause = cause_of_loss(now, worker)
+            return Break(f"rank {cause.rank} is gone: {cause.what}", cause)
+    for worker in now.members():
+        # Who made it so may not have been seen to end yet; an audit is nobody's end.
+        if worker.broken and (worker.phase_s >= GRACE_S or now.audit is not None):
+            return Break(f"worker {worker.number} lost its connection to others", None)
+    return None
+
+
+def _all_left(now: Situation) -> Left | None:
+    lefts = [w.left for w in now.members()]
+    finished = [left for left in lefts if left is not None]
+    return finished[0] if lefts and len(finished) == len(lefts) else None
+
+
+# ---- views
+
+
+def _next_view(now: Situation) -> View | None:
+    """The next view, when everybody who is to be in it can be; None: not yet."""
+    everyone = now.workers.values()
+    if any(w.fenced is not None and w.phase != "gone" for w in everyone):
+        return None  # fencing is death, and seeing it
+    if any(w.phase == "in" for w in everyone if w.alive):
+        return None  # still working
+    if now.paused and not now.stop and now.view is not None:
+        return None
+    candidates = [w for w in everyone if w.alive and w.phase in ("ready", "waiting")]
+    staying = [w for w in candidates if now.stop or not w.leaving]
+    coming = [w for w in everyone if w.alive and w.phase == "starting"]
+    survivors = [w for w in staying if w.phase == "ready"]
+    enough = now.least if not now.witnesses else now.wanted + now.witnesses
+    if not staying or (coming and len(survivors) < enough):
+        return None
+    if now.capacity is not None and len(staying) < now.least and not now.stop:
+        return None  # hosts that would bring them may still come
+    heirs = len(staying)
+    if now.begun and not any(now.holds(w) for w in staying):
+        if any(w.at in now.held for w in coming):
+            return None
+        staying = candidates  # only those who go hold the state: once more, to hand it over
+
+    def seniority(worker: Worker) -> tuple[bool, bool, int, int]:
+        ready = worker.phase == "ready"
+        return not now.holds(worker), not ready, now.rank_of(worker.number), worker.number
+
+    chosen = sorted(staying, key=seniority)
+    chosen = chosen[: now.wanted + now.witnesses + len(staying) - heirs]
+    return make_view(now, by_host(chosen))
+
+
+def _bereft(now: Situation) -> Fence | None:
+    """One who was in, when nobody holds the state any more: whoever begins anew must be new."""
+    if not now.begun or any(w.phase == "in" for w in now.workers.values() if w.alive):
+        return None
+    living = [w for w in now.workers.values() if w.alive]
+    if any(now.holds(w) for w in living):
+        return None
+    ready = [w for w in living if w.phase == "ready"]
+    return Fence(ready[0].number, "nobody holds the state any more") if ready else None
+
+
+def by_host(workers: list[Worker]) -> list[Worker]:
+    """Those of one host next to each other; hosts in the order of their first."""
+    hosts = list(dict.fromkeys(w.at for w in workers))
+    return sorted(workers, key=lambda w: hosts.index(w.at))
+
+
+def make_view(now: Situation, chosen: list[Worker]) -> View:
+    """Of these, who are in the order of hosts."""
+    generation = now.view.generation + 1 if now.view else 1
+    fresh = not now.begun or not any(now.holds(w) for w in chosen)
+    homes = (
+        [[w] for w in chosen]
+        if now.private
+        else [[w for w in chosen if w.at == at] for at in dict.fromkeys(w.at for w in chosen)]
+    )
+    members = [Member(w.number, rank, w.pid, w.host) for rank, w in enumerate(chosen)]
+    same = now.view is not None and [m.worker for m in now.view.members] == [
+        w.number for w in chosen
+    ]
+    speeds = speeds_of(chosen) if now.rebalance else [1.0] * len(chosen)
+    if same and now.view is not None:
+        speeds = list(now.better) or now.view.speeds
+    because = now.broken or now.halted or _all_here(len(chosen))
+    return View(
+        generation=generation,
+        members=members,
+        speeds=speeds,
+        because=because,
+        hosts=[len(home) for home in homes],
+        doors=[home[0].door for home in homes],
+        keepers=_keepers(chosen),
+        measure=not now.private and not_measured(now, [home[0].at for home in homes]),
+        fresh=fresh,
+        restore=now.restore if fresh else None,
+        built=[w.built for w in chosen],
+        halts=now.halts,
+        journal=now.journal,
+        changes=now.changes,
+        scored=now.scored,
+        enough=now.enough,
+        saved=now.saved,
+        stop=now.stop,
+        audit=None if now.stop else now.audit,
+    )
+
+
+def _keepers(chosen: list[Worker]) -> list[Keeper]:
+    """Each cache once, served by the first who can."""
+    serving = [w for w in reversed(chosen) if w.shards]
+    return list({w.cache: Keeper(w.cache, w.host_name, w.shards) for w in serving}.values())
+
+
+def not_measured(now: Situation, hosts: list[str]) -> bool:
+    """Whether nobody knows yet how far two of these are from each other."""
+    return any(frozenset(pair) not in now.measured for pair in combinations(hosts, 2))
+
+
+def _all_here(count: int) -> str:
+    return f"all {count} workers are here" if count > 1 else "the worker is here"
+
+
+# ---- reasons to halt
+
+UNEVEN = "the deal is uneven: workers are not equally fast"
+
+
+def _reason_to_halt(now: Situation) -> str | None:
+    if not now.running:
+        return None
+    members, everyone = now.members(), now.workers.values()
+    if any(w.left is not None for w in members) or (now.view is not None and now.view.stop):
+        return None  # it is ending anyway
+    if now.stop:
+        return "a stop was asked for"
+    if now.paused:
+        return "a pause was asked for"
+    if leaving := [w.number for w in members if w.leaving]:
+        return f"worker {leaving[0]} was told to go"
+    if now.changes:
+        return "settings change: " + ", ".join(f"{k} = {v}" for k, v in now.changes.items())
+    if now.audit is not None:
+        return "an audit was asked for"
+    if len(members) > now.wanted + now.witnesses:
+        return f"{now.wanted} workers are wanted"
+    joining = [w for w in everyone if w.alive and w.phase == "waiting"]
+    coming = [w for w in everyone if w.alive and w.phase == "starting"]
+    patient = coming and all(w.phase_s < now.limits.join_s for w in joining)
+    if joining and len(members) < now.wanted and not patient:
+        numbers = ", ".join(str(w.number) for w in joining)
+        return f"worker {numbers} joins" if len(joining) == 1 else f"workers {numbers} join"
+    if now.rebalance and uneven(now):
+        return UNEVEN
+    return None
+
+
+LEAST_GAIN = 1.1
+LEAST_MEASURED_S, MOST_MEASURED_S = 2.0, 60.0
+
+
+def uneven(now: Situation) -> bool:
+    """Whether dealing by measured speeds would make steps at least a tenth quicker."""
+    if now.view is None or now.measured_s < patience_s(now):
+        return False
+    members = now.members()
+    times = [w.micro_batch_s for w in members]
+    if len(members) < 2 or not all(times):
+        return False
+    return deal_time(now.micro_batches, now.view.speeds, times) > LEAST_GAIN * deal_time(
+        now.micro_batches, speeds_of(members), times
+    )
+
+
+def patience_s(now: Situation) -> float:
+    """How long to measure before the members are dealt anew. Where speeds change all the time, each
+    deal in vain doubles it: the next one would be no better, and costs a view."""
+    members = tuple(w.number for w in now.members())
+    times = now.redealt[1] if now.redealt[0] == members else 0
+    return min(MOST_MEASURED_S, LEAST_MEASURED_S * 2 ** min(times, 10))
+
+
+def redealt(now: Situation) -> tuple[tuple[int, ...], int]:
+    """What to remember when the members are dealt anew. A deal that held for a minute was good."""
+    members = tuple(w.number for w in now.members())
+    held = now.measured_s >= patience_s(now) + MOST_MEASURED_S
+    in_a_row = 0 if held or now.redealt[0] != members else now.redealt[1]
+    return members, in_a_row + 1
+
+
+def deal_time(micro_batches: int, speeds: Iterable[float], times: Iterable[float]) -> float:
+    """How long the slowest worker takes over its share."""
+    ranges = deal(micro_batches, tuple(speeds))
+    return max(len(r) * t for r, t in zip(ranges, times, strict=True))
+
+
+def speeds_of(workers: list[Worker]) -> list[float]:
+    """Relative to the fastest, in twentieths; one that was not measured counts as average."""
+    known = sorted(w.micro_batch_s for w in workers if w.micro_batch_s > 0)
+    if not known:
+        return [1.0] * len(workers)
+    usual = known[len(known) // 2]
+    times = [w.micro_batch_s or usual for w in workers]
+    return [max(0.05, round(20 * min(times) / t) / 20) for t in times]

@@ -1,0 +1,412 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The supervisor: the only authority on who is in. A plain loop around `membership.decide`."""
+
+import time
+from collections.abc import Callable
+from itertools import accumulate
+
+import msgspec
+import zmq
+
+from manyhands.accounting.micro_batches import deal
+from manyhands.driver.live.live_requests import People
+from manyhands.driver.supervise import decisions
+from manyhands.driver.supervise.audience import Audience, Done, Incident, WorkerStatus
+from manyhands.driver.supervise.audit import Audit
+from manyhands.driver.supervise.host_links import Network
+from manyhands.driver.supervise.liveness import Clocks
+from manyhands.driver.supervise.membership import decide, redealt, suspicious
+from manyhands.driver.supervise.worker_states import Situation, Worker
+from manyhands.launch.engines.agent import Started
+from manyhands.launch.engines.launcher import Alarm, Berth, Launcher, News, Sign
+from manyhands.launch.wire.channel import Switchboard
+from manyhands.values import events
+from manyhands.values.messages import (
+    Beat,
+    Begun,
+    Break,
+    FromSupervisor,
+    FromWorker,
+    Halt,
+    Hello,
+    Leaving,
+    Left,
+    Measured,
+    Notice,
+    Part,
+    ReadFile,
+    Ready,
+    Reply,
+    Scored,
+    StoreFile,
+    Testimony,
+    Trouble,
+    View,
+    Written,
+)
+from manyhands.values.verdict import Cause
+from manyhands.values.world import oom_kills
+
+POLL_MS = 100
+
+
+class Supervisor:
+    def __init__(
+        self,
+        launcher: Launcher,
+        switchboard: Switchboard,
+        audience: Audience,
+        situation: Situation,
+        *,
+        people: People,
+        start: Callable[[int], Berth],
+        first_worker: int = 0,
+    ) -> None:
+        """`start(worker)` starts one, and says where."""
+        self.launcher, self.switchboard, self.audience = launcher, switchboard, audience
+        self.now, self.people, self.start = situation, people, start
+        self.clocks, self.audit = Clocks(), Audit(situation, audience)
+        self.network = Network(situation, audience)
+        self.oom_before = oom_kills()
+        self.next_worker = first_worker
+        self.parts: dict[str, dict[int, Part]] = {}
+        self.saving: dict[tuple[int, int], dict[int, Written]] = {}
+        """(step, generation) → what its members have written of it so far."""
+        self.writers: dict[int, frozenset[int]] = {}
+        """Generation → its members."""
+        self.reached = 0
+        """How many steps survivors of a loss had done."""
+        self.incident: tuple[Cause, str, float] | None = None
+        self.announced: set[tuple[int, int | None]] = set()
+        self.poller = zmq.Poller()
+        self.poller.register(switchboard.socket, zmq.POLLIN)
+        self.poller.register(launcher.fileno(), zmq.POLLIN)
+        self.poller.register(people.control.fileno(), zmq.POLLIN)
+
+    def run(self) -> Done | Cause:
+        """Until the run is done or given up. The caller stops workers that are left over."""
+        reported = 0.0
+        while True:
+            self.poller.poll(POLL_MS)
+            for message in self.switchboard.receive():
+                self._hear(message)
+            for sign in self.launcher.poll():
+                self._see(sign)
+            self._make_room(self.launcher.capacity())
+            for worker in self.now.workers.values():
+                worker.host_silent_s = self.launcher.silence(worker.at)
+            self.people.listen()
+            self.clocks.write_down(self.now)
+            while not isinstance(decision := decide(self.now), decisions.Wait):
+                if isinstance(decision, decisions.Finish):
+                    self._report()
+                    lefts = [w.left for w in self.now.workers.values() if w.left is not None]
+                    return Done(decision.leader, sum(m.peak_memory_bytes for m in lefts))
+                if isinstance(decision, decisions.GiveUp):
+                    return decision.cause
+                self._do(decision)
+            self.people.answer()
+            if time.monotonic() - reported > 0.5:
+                reported = time.monotonic()
+                self._report()
+
+    # ---- doing what was decided
+
+    def _do(self, decision: decisions.Decision) -> None:
+        match decision:
+            case decisions.Start(count=count):
+                for _ in range(count):
+                    self._start()
+            case decisions.Fence(worker=worker, because=because):
+                self.now.workers[worker].fenced = because
+                self.launcher.kill(worker)
+            case decisions.Drop(at=at, because=because):
+                self.launcher.drop(at, because)
+                self.now.capacity = self.launcher.capacity()
+                for worker in self.now.workers.values():
+                    if worker.at == at and worker.alive:
+                        worker.fenced = because
+            case decisions.Break(because=because, cause=cause):
+                self._break(because, cause)
+            case decisions.Halt(because=because, speeds=speeds):
+                self.now.redealt = redealt(self.now) if speeds else self.now.redealt
+                self.now.halted, self.now.running, self.now.better = because, False, speeds
+                self.now.halts += 1
+                self._tell_members(Halt(number=self.now.halts))
+            case decisions.IssueView(view=view):
+                self._issue(view)
+            case _:
+                raise AssertionError(decision)
+
+    def _make_room(self, capacity: int | None) -> None:
+        """What failed on the hosts that are here may succeed on one that comes."""
+        if capacity is not None and capacity > (self.now.capacity or 0):
+            self.now.failed_starts = 0
+        self.now.capacity = capacity
+
+    def _start(self) -> None:
+        number = self.next_worker
+        self.next_worker += 1
+        self.now.workers[number] = Worker(number)
+        self.clocks.start(number)
+        berth, worker = self.start(number), self.now.workers[number]
+        worker.at, worker.at_name = berth.at, berth.name
+
+    def _break(self, because: str, cause: Cause | None) -> None:
+        self.now.broken, self.now.running = because, False
+        self.now.losses += 1
+        if cause is not None:
+            if self.incident is None:  # losses during a recovery are symptoms of the same day
+                self.incident = cause, because, time.monotonic()
+            self.audience.event(
+                events.Lost(
+                    rank=cause.rank or 0,
+                    worker=cause.worker,
+                    pid=cause.pid,
+                    step=cause.step,
+                    what=cause.what,
+                    noticed_by=cause.noticed_by,
+                )
+            )
+        if self.now.view is not None:
+            self._tell_members(Break(generation=self.now.view.generation))
+
+    def _tell_members(self, message: FromSupervisor) -> None:
+        for worker in self.now.members():
+            if worker.alive:
+                self.switchboard.send(worker.number, message)
+
+    def _issue(self, view: View) -> None:
+        now = self.now
+        chosen = {m.worker for m in view.members}
+        for worker in now.workers.values():
+            if worker.alive and worker.phase in ("ready", "waiting"):
+                self.switchboard.send(worker.number, view)
+                self.clocks.enter(worker, "in" if worker.number in chosen else "left")
+                worker.broken, worker.lost = False, frozenset()
+        now.view, self.writers[view.generation] = view, frozenset(chosen)
+        now.broken = now.halted = now.audit = None
+        now.better = ()
+        now.running = False
+        self.audit.begin()
+        self.parts.clear()
+
+    # ---- what launchers say
+
+    def _see(self, sign: Sign) -> None:
+        if isinstance(sign, News):
+            self.audience.event(events.Hosted(host=sign.host, what=sign.what))
+            return
+        if isinstance(sign, Alarm):
+            self.audience.event(events.Warned(text=sign.text))
+            return
+        worker = self.now.workers.get(sign.worker)
+        if worker is None:
+            return
+        if isinstance(sign, Started):
+            worker.pid = sign.pid
+            return
+        worker.exit = sign
+        if sign.lost:
+            self.now.held -= {worker.at}
+        self.clocks.ended(sign.worker)
+        if worker.phase == "left":
+            return
+        if worker.phase == "starting" and not sign.lost:
+            self.now.failed_starts += 1
+        rank = self.now.rank_of(sign.worker)
+        self.clocks.enter(worker, "gone")
+        self.now.oom_kills = oom_kills() - self.oom_before
+        if sign.code != 0:  # its Left may still be on the way; if none comes, it is told as Lost
+            how = f"signal {-sign.code}" if sign.code < 0 else f"code {sign.code}"
+            self.audience.event(events.Exited(rank=rank, pid=sign.pid, how=how))
+
+    # ---- what workers say
+
+    def _hear(self, message: FromWorker) -> None:
+        now = self.now
+        generation = now.view.generation if now.view else 0
+        worker = now.workers.get(message.worker)
+        if worker is None:
+            self.switchboard.strangers.count()
+            return
+        # These may be read after its end was seen.
+        last_words = Begun | Beat | Scored | Trouble | Notice | Left | Written
+        if worker.phase == "gone" and not isinstance(message, last_words):
+            return
+        self.clocks.heard(worker.number)
+        always = Hello | Trouble | Written | StoreFile | ReadFile | Notice | Leaving | Beat
+        if message.generation != generation and not isinstance(message, always):
+            return  # of a view that is over, or sent before there was one
+        match message:
+            case Hello():
+                worker.pid, worker.host, worker.built = message.pid, message.host, message.built
+                worker.door = message.door
+                worker.cache, worker.shards = message.cache, message.shards
+                self.clocks.enter(worker, "waiting")
+                now.failed_starts = 0
+            case Begun():
+                self._begun(message)
+            case Ready():
+                worker.step, worker.broken = message.step, message.broken
+                worker.held = message.held
+                if not message.held:
+                    now.held -= {worker.at}
+                worker.lost = self._hosts(message.lost)
+                self.reached = max(self.reached, message.step)
+                now.begun = now.begun or message.held
+                if message.differs is not None:
+                    now.audit, now.audited = message.differs[1], "workers differed"
+                if worker.phase == "in":
+                    self.clocks.enter(worker, "ready")
+            case Leaving():
+                worker.leaving = True
+                text = f"worker {worker.number} was asked to go; it hands over after this step"
+                self.audience.event(events.Warned(text=text))
+            case Measured():
+                self.network.hear(worker, message)
+            case Beat():
+                self._beat(worker, message)
+            case Part():
+                self._collect(message)
+            case Scored(step=step, round=round, scores=scores):
+                now.scored, now.enough = step, self.audience.scored(step, scores)
+                self._tell_members(Reply(round=round, stop=now.enough))
+            case Written():
+                self._written(message)
+            case StoreFile() | ReadFile():
+                self.switchboard.send(worker.number, self.audience.serve(message))
+            case Trouble():
+                worker.trouble = worker.trouble or message
+                now.troubles.append(message)
+            case Testimony():
+                if (answer := self.audit.hear(message)) is not None:
+                    self._tell_members(answer)
+            case Notice(text=text):
+                self.audience.event(events.Warned(text=text))
+            case Left():
+                worker.left = message
+                now.step = max(now.step, message.step)
+                self.clocks.enter(worker, "left")
+            case _:
+                pass
+
+    def _hosts(self, numbers: list[int]) -> frozenset[str]:
+        """Hosts of the current view, by the launcher's names for them."""
+        assert self.now.view is not None
+        members, firsts = self.now.members(), list(accumulate(self.now.view.hosts, initial=0))
+        return frozenset(members[firsts[n]].at for n in numbers if 0 <= n < len(firsts) - 1)
+
+    def _begun(self, message: Begun) -> None:
+        now, view = self.now, self.now.view
+        assert view is not None
+        now.begun = True
+        if not now.private:
+            now.held = frozenset(w.at for w in now.members())
+        now.running = now.halted is None and now.broken is None
+        if message.step > now.step:
+            now.losses = 0
+        now.step, now.first_step = max(now.step, message.step), message.step
+        self.clocks.begin()
+        self.audience.begun(view, message.step, message.groups, message.schedule)
+        if view.changes:
+            self.audience.changed(message.step, view.changes)
+            now.journal.setdefault(message.step, {}).update(view.changes)
+            now.changes = {k: v for k, v in now.changes.items() if view.changes.get(k) != v}
+            self._tell_members(Reply(round=f"go-{view.generation}"))
+        if self.incident is not None:
+            cause, decided, noticed = self.incident
+            self.incident = None
+            reached = max(cause.step, self.reached)
+            self.audience.recovered(
+                Incident(
+                    msgspec.structs.replace(cause, step=reached),
+                    f"{decided}; {_count(len(view.members), 'worker')} went on",
+                    time.monotonic() - noticed,
+                    message.step,
+                    now.micro_batches if message.step <= reached else 0,
+                )
+            )
+        self.reached = message.step
+
+    def _beat(self, worker: Worker, beat: Beat) -> None:
+        now = self.now
+        if self.clocks.beat(beat) and worker.phase == "starting":
+            self.clocks.enter(worker, "starting")  # it fetches data: that may take its time
+        worker.step, worker.seasoned = beat.step, beat.seasoned
+        worker.micro_batch_s = beat.micro_batch_s or worker.micro_batch_s
+        worker.samples_per_s = beat.samples_per_s
+        if beat.step > now.step:
+            now.step, now.losses = beat.step, 0
+        for trouble in suspicious(now, now.step):
+            if (trouble.step, trouble.micro_batch) not in self.announced:
+                self.announced.add((trouble.step, trouble.micro_batch))
+                self._announce(trouble)
+        self.audience.beat(beat)
+
+    def _announce(self, trouble: Trouble) -> None:
+        text = (
+            f"worker {trouble.worker} failed at step {trouble.step}, micro-batch "
+            f"{trouble.micro_batch} ({trouble.text}), which another worker then computed without "
+            "an error: that worker's process or machine is suspect."
+        )
+        self.audience.event(events.Warned(text=text))
+
+    def _collect(self, part: Part) -> None:
+        view = self.now.view
+        rank = view.rank_of(part.worker) if view is not None else None
+        if view is None or rank is None:
+            return
+        parts = self.parts.setdefault(part.round, {})
+        parts[rank] = part
+        if len(parts) < len(view.members):
+            return
+        payloads = [parts[rank].payload for rank in range(len(parts))]
+        del self.parts[part.round]
+        for member in view.members:
+            if part.to_all or member.rank == 0:
+                self.switchboard.send(member.worker, Reply(round=part.round, parts=payloads))
+
+    def _written(self, message: Written) -> None:
+        """A step that somebody did not live to write is never whole; the next one will be."""
+        key = (message.step, message.attempt)
+        written = self.saving.setdefault(key, {})
+        written[message.worker] = message
+        if written.keys() == self.writers.get(message.attempt):
+            del self.saving[key]
+            files = [f for w in written.values() for f in w.files]
+            blocked_s = max(w.blocked_s for w in written.values())
+            self.audience.written(message.step, message.attempt, files, blocked_s)
+            self.now.saved = self.now.restore = max(self.now.saved, message.step)
+
+    def _report(self) -> None:
+        if (text := self.switchboard.strangers.words()) is not None:
+            self.audience.event(events.Warned(text=text))
+        view = self.now.view
+        if view is None:
+            return
+        dealt = deal(self.now.micro_batches, tuple(view.speeds))
+        self.network.look()
+        resting = self.now.paused and not self.now.running
+        doing = "paused" if resting else "running"
+        self.audience.status(
+            [
+                WorkerStatus(
+                    m.rank,
+                    m.worker,
+                    m.pid,
+                    worker.at_name or m.host,
+                    worker.step,
+                    worker.samples_per_s,
+                    len(dealt[m.rank]),
+                )
+                for m, worker in zip(view.members, self.now.members(), strict=True)
+                if worker.phase != "gone"
+            ],
+            self.network.present(),
+            doing,
+        )
+
+
+def _count(n: int, thing: str) -> str:
+    return f"{n} {thing}{'s' * (n != 1)}"

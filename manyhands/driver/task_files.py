@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finding a run's task, weights and config, now and again later; refusing what cannot work."""
+
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from manyhands.checkpoint.commit import Folder, newest_good
+from manyhands.checkpoint.contents import MODEL
+from manyhands.data.reading.records import Records, open_data, sampled_digest
+from manyhands.evaluation.early_stopping import criterion
+from manyhands.values.config import RunConfig, read_toml, to_toml
+from manyhands.values.errors import CheckpointMismatch, ConfigError, RunDirError
+from manyhands.values.rundir import RunDir, open_run, write_whole
+from manyhands.values.task import Loaded, Task, load_task
+from manyhands.values.version import VERSION
+
+
+def load(task: Task | str | Path) -> tuple[Loaded, RunConfig]:
+    """A task from Python, from a .py file, or from TOML that names one; and its config."""
+    if isinstance(task, Task):
+        return Loaded(task, None, None, None), RunConfig()
+    path = Path(task)
+    if path.suffix != ".toml":
+        loaded = load_task(path)
+        return loaded, loaded.config or RunConfig()
+    config, named = read_toml(path)
+    if named is None:
+        raise ConfigError(f'{path} names no task; put task = "file.py" at its top.')
+    return load_task(path.parent / named), config
+
+
+class TaskNote(msgspec.Struct, frozen=True):
+    """task/task.json: how to find the task again, and what it was trained on."""
+
+    source: str | None
+    sha256: str
+    data: str
+    versions: dict[str, str]
+
+
+def reload(run: RunDir, task: Task | None) -> tuple[Loaded, list[str]]:
+    """A run's task again, and what is different about it now."""
+    try:
+        note = msgspec.json.decode((run.task / "task.json").read_bytes(), type=TaskNote)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise RunDirError(f"{run.task / 'task.json'} cannot be read: {error}") from error
+    notes: list[str] = []
+    if task is not None:
+        loaded = Loaded(task, None, None, None)
+    elif note.source is None:
+        raise RunDirError(
+            f"the task of {run.root} was made in Python, so only Python can make it again: "
+            f"mh.resume({str(run.root)!r}, task)"
+        )
+    else:
+        source = Path(note.source)
+        if not source.exists():
+            notes.append(f"{source} is gone; using the copy in {run.task}")
+            source = run.task / source.name
+        loaded = load_task(source)
+        if loaded.sha256 != note.sha256:
+            notes.append(f"{source} has changed since the run began; results may differ")
+    settings = read_toml(run.config)[0].data
+    records, _ = open_data(loaded.task.data, loaded.task.held_out, settings)
+    if sampled_digest(records) != note.data:
+        notes.append("the training data is not what the run began with; results may differ")
+    for name, version in _versions().items():
+        if note.versions.get(name) != version:
+            then = note.versions.get(name)
+            notes.append(f"the run began with {name} {then}, this is {version}; bits may differ")
+    return loaded, notes
+
+
+def describe_run(run: RunDir, loaded: Loaded, config: RunConfig, records: Records) -> None:
+    write_whole(run.config, to_toml(config, task=task_line(loaded)))
+    source = loaded.source
+    note = TaskNote(
+        str(source) if source else None, loaded.sha256, sampled_digest(records), _versions()
+    )
+    write_whole(run.task / "task.json", msgspec.json.format(msgspec.json.encode(note)))
+    if source is not None:
+        write_whole(run.task / source.name, loaded.text)
+
+
+def task_line(loaded: Loaded) -> str | None:
+    return str(loaded.source) if loaded.source else None
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "manyhands": VERSION,
+    }
+
+
+def weights_file(config: RunConfig) -> str | None:
+    """What train.start_from means: a file, or the newest good step of a run folder."""
+    if config.train.start_from is None:
+        return None
+    path = Path(config.train.start_from)
+    if path.is_file():
+        return str(path.absolute())
+    if not path.is_dir():
+        raise ConfigError(f"train.start_from: {path} is neither a run folder nor a file.")
+    storage = Folder(open_run(path))
+    step, problems = newest_good(storage)
+    if step is None:
+        raise CheckpointMismatch(f"train.start_from: {path} has no good checkpoint. {problems}")
+    return str((storage.run.step(step) / MODEL).absolute())
+
+
+def check_criteria(config: RunConfig, task: Task, held_out: Records | None) -> None:
+    """Scores that decide something must exist; better said now than after an hour."""
+    wanted: dict[str, str] = {}
+    if config.evaluate is not None:
+        wanted["evaluate.by"] = config.evaluate.by
+    if config.checkpoint is not None and config.checkpoint.keep_best is not None:
+        wanted["checkpoint.keep_best"] = config.checkpoint.keep_best
+    known = ["loss", *task.scores]
+    for setting, text in wanted.items():
+        if held_out is None:
+            section = "[evaluate]" if setting == "evaluate.by" else setting
+            raise ConfigError(
+                f"{section} needs held-out records, and the task has none: give it held_out=."
+            )
+        score = criterion(text).score
+        if score not in known and score.partition("/")[0] not in known:
+            raise ConfigError(f"{setting} = {text}: the task's scores are {', '.join(known)}.")
+
+
+def refuse_changes(settings: Sequence[str]) -> None:
+    """Only what does not change the steps already taken may be set on a resume."""
+    for setting in settings:
+        path = setting.partition("=")[0].strip()
+        free = ("train.epochs", "train.steps", "train.collective")
+        if path.startswith("train.") and path not in free:
+            raise ConfigError(
+                f"--set {setting}: a resumed run keeps its [train] settings (only "
+                f"{', '.join(free)} may change). Start a new run with train.start_from instead."
+            )
+
+
+def name_of(loaded: Loaded) -> str:
+    if loaded.source is not None:
+        return loaded.source.stem
+    model: Any = loaded.task.model
+    return getattr(model, "__name__", type(model).__name__).lower()

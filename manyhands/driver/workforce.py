@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many workers a run may have: room for them, and a wished speed that chooses among them."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from manyhands.accounting.micro_batches import steps_per_epoch
+from manyhands.driver.bookkeeping import Desk, Job
+from manyhands.driver.supervise.speed_control import Tempo
+from manyhands.driver.supervise.worker_states import Situation
+from manyhands.launch.engines.launcher import Launcher
+from manyhands.planning.pace.deadline import FinishBy, read_aim
+from manyhands.planning.planner import Plan
+from manyhands.training.collective.shared_memory import MOST_RANKS
+from manyhands.values.errors import ConfigError
+from manyhands.values.world import usable_cores
+
+
+def aim_at(
+    job: Job, samples_per_second: float | None, finish_by: FinishBy | None, now: float
+) -> Job:
+    """A job whose number of workers is chosen for a speed, if one is wished for."""
+    if samples_per_second is None and finish_by is None:
+        return job
+    if isinstance(job.workers, int):
+        raise ConfigError(
+            f"--workers {job.workers} leaves nothing to choose: with --samples-per-second or "
+            f"--finish-by, write a range (--workers 1:{job.workers}) or leave it out."
+        )
+    aim = read_aim(samples_per_second, finish_by, now)
+    return replace(job, aim=aim, workers=job.workers or (1, MOST_RANKS))
+
+
+def reserve(job: Job, launcher: Launcher, made: Plan) -> None:
+    """Room for the workers that are planned, or for the fewest that were asked for."""
+    planned = made.workers.value
+    least, most = job.workers if isinstance(job.workers, tuple) else (planned, planned)
+    if job.aim is not None:  # more are asked for when they are needed
+        most = least
+    launcher.reserve(least, min(most, made.micro_batches.value), job.config.train.threads)
+
+
+def most_workers(job: Job, launcher: Launcher, made: Plan) -> int:
+    alone = job.config.train.sync == "alone"
+    return 1 if alone else min(made.micro_batches.value, launcher.most_workers or MOST_RANKS)
+
+
+def room_for(job: Job, launcher: Launcher, made: Plan) -> Callable[[], int] | None:
+    """How many workers there is room for, if that may change while training."""
+    wish = (1, MOST_RANKS) if job.workers is None and launcher.grows else job.workers
+    if not isinstance(wish, tuple) or made.workers.value < wish[0]:
+        return None
+    least, most = wish[0], min(wish[1], most_workers(job, launcher, made))
+
+    def room() -> int:
+        slots = launcher.capacity()
+        if slots is None:
+            slots = usable_cores() // job.config.train.threads
+        return max(least, min(slots, most, made.micro_batches.value))
+
+    return room
+
+
+def tempo_of(
+    job: Job, launcher: Launcher, made: Plan, situation: Situation, desk: Desk
+) -> Tempo | None:
+    """Whoever chooses workers for the wished speed."""
+    if job.aim is None:
+        return None
+    most = most_workers(job, launcher, made)
+    if isinstance(job.workers, tuple):
+        most = max(job.workers[0], min(most, job.workers[1]))
+    total = made.steps.value
+
+    def left(step: int) -> int:
+        batch = job.config.train.batch
+        return records_in(total, made.records, batch) - records_in(step, made.records, batch)
+
+    return Tempo(job.aim, situation, desk, left=left, most=most, want=launcher.want)
+
+
+def records_in(steps: int, records: int, batch: int) -> int:
+    """How many records the first steps train on."""
+    epochs, rest = divmod(steps, steps_per_epoch(records, batch))
+    return epochs * records + rest * batch

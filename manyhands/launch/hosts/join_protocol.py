@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the driver's gate and the porters of other hosts say to each other. Plain typed data.
+
+A porter says Here and is told to Load the task; it asks for its bytes piece by piece (Want, Piece)
+and says that it is Settled. From then on it starts and kills workers as told, and passes on how
+they ended. A Ping goes to every porter a few times a second, and its Echo comes back:
+
+- the driver gives up a host whose newest echo is of a ping sent longer than `lease_s` ago;
+- a porter that has had no ping for `lease_s` kills its workers and forgets their memory, and then
+  tries to join anew.
+
+So a link that is cut, both ways or one way, is noticed on both of its sides within a lease.
+"""
+
+from typing import Annotated
+
+import msgspec
+
+from manyhands.launch.engines.agent import Exit, Kill, Start, Started
+
+PING_S = 0.25
+IDLE_S = 10.0
+"""The lease as long as there is no run."""
+PIECE_BYTES = 1 << 20
+WINDOW = 8
+"""Pieces that a porter has asked for and not received yet."""
+
+
+class Here(msgspec.Struct, frozen=True, tag=True):
+    """A host offers its hands."""
+
+    name: str
+    slots: Annotated[int, msgspec.Meta(ge=1)]
+    memory_bytes: int
+    address: str
+    """Where its workers are reached by those of other hosts."""
+    version: str
+    torch: str
+    python: str
+
+
+class Load(msgspec.Struct, frozen=True, tag=True):
+    """There is a run: this many bytes of task, and its folder on the driver's host."""
+
+    run: str
+    end: int
+    marker: str
+    """A file of that folder; a host that finds it sees the same folder."""
+    lease_s: float
+    files: int = 0
+    """From there on, the bytes are files for the workers; 0: there are none."""
+
+
+class Want(msgspec.Struct, frozen=True, tag=True):
+    offset: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+
+
+class Piece(msgspec.Struct, frozen=True, tag=True):
+    offset: int
+    data: bytes
+
+
+class Settled(msgspec.Struct, frozen=True, tag=True):
+    """Workers can be started here."""
+
+    fds: tuple[int, int]
+    run: str
+    """The run's folder, as this host sees it."""
+    shares: bool
+    """It is the driver's own folder."""
+
+
+class Ping(msgspec.Struct, frozen=True, tag=True):
+    number: int
+
+
+class Echo(msgspec.Struct, frozen=True, tag=True):
+    number: int
+
+
+class Logged(msgspec.Struct, frozen=True, tag=True):
+    """More of a worker's log, from a host that does not see the run's folder."""
+
+    worker: int
+    data: bytes
+
+
+class Inquiry(msgspec.Struct, frozen=True, tag=True):
+    """A question for a probe of that host, which is started by the first (probe.py)."""
+
+    line: bytes
+
+
+class Finding(msgspec.Struct, frozen=True, tag=True):
+    """A probe's answer."""
+
+    line: bytes
+    ended: str = ""
+    """There will be no answer: why."""
+
+
+class Blank(msgspec.Struct, frozen=True, tag=True):
+    """The run is over: forget everything about it."""
+
+
+class Dropped(msgspec.Struct, frozen=True, tag=True):
+    """You were given up; come back as somebody new, after a while."""
+
+    because: str
+    wait_s: float = 0.0
+
+
+class Going(msgspec.Struct, frozen=True, tag=True):
+    """This host was told to go: its workers hand over, and none is to be started here."""
+
+
+class Bye(msgspec.Struct, frozen=True, tag=True):
+    """The driver goes, or the porter does."""
+
+    because: str
+
+
+FromPorter = Here | Want | Settled | Echo | Started | Exit | Logged | Finding | Going | Bye
+ToPorter = Load | Piece | Start | Kill | Ping | Inquiry | Blank | Dropped | Bye
+
+encode = msgspec.msgpack.Encoder().encode
+decode_from_porter = msgspec.msgpack.Decoder(FromPorter).decode
+decode_to_porter = msgspec.msgpack.Decoder(ToPorter).decode

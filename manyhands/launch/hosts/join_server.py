@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where hosts join a run, and how it is known that they are still there.
+
+One thread owns the socket: it pings every host, judges by the echoes who is gone, and hands out the
+task's bytes. That must not wait for the driver's other work, or a slow disk of the driver's would
+look like a cut link to everybody. What matters to the supervisor is put in a queue for it.
+"""
+
+import os
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import msgspec
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+
+from manyhands.launch.engines.agent import Exit, Started
+from manyhands.launch.hosts.join_protocol import (
+    IDLE_S,
+    PIECE_BYTES,
+    PING_S,
+    Bye,
+    Dropped,
+    Echo,
+    Finding,
+    Going,
+    Here,
+    Load,
+    Logged,
+    Piece,
+    Ping,
+    Settled,
+    ToPorter,
+    Want,
+    decode_from_porter,
+    encode,
+)
+from manyhands.launch.wire.channel import OnlyThisKey
+from manyhands.launch.wire.refusals import Strangers
+from manyhands.values.credentials import Credentials
+
+MOST_MESSAGE = 4 << 20
+
+
+@dataclass(slots=True)
+class Guest:
+    """A host that has joined."""
+
+    key: str
+    here: Here
+    settled: Settled | None = None
+    pings: deque[tuple[int, float]] = field(default_factory=deque[tuple[int, float]])
+    """Sent and not echoed yet."""
+    heard: float = 0.0
+    """When the newest ping that it has echoed was sent."""
+    round_trip_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Came:
+    guest: Guest
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    guest: Guest
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    key: str
+    because: str
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    key: str
+    message: Started | Exit | Logged | Finding
+
+
+Happening = Came | Ready | Gone | Said
+
+
+class Gate:
+    """The driver's end. Only its thread touches the socket."""
+
+    def __init__(self, secret: bytes, addresses: list[str], port: int = 0) -> None:
+        self.context = zmq.Context()
+        credentials = Credentials.of(secret, "join")
+        self.auth = ThreadAuthenticator(self.context)
+        self.auth.start()
+        self.only = OnlyThisKey(credentials.client_public)
+        self.auth.configure_curve_callback(domain="*", credentials_provider=self.only)
+        self.socket: zmq.Socket[bytes] = self.context.socket(zmq.ROUTER)
+        self.socket.curve_server = True
+        self.socket.curve_publickey = credentials.server_public
+        self.socket.curve_secretkey = credentials.server_secret
+        self.socket.linger, self.socket.maxmsgsize = 1000, MOST_MESSAGE
+        self.socket.sndhwm = 0
+        self.strangers = Strangers(self.context, self.socket)
+        try:
+            self.port = bind(self.socket, addresses, port)
+        except zmq.ZMQError:
+            self.strangers.close()
+            self.socket.close(0)
+            self.auth.stop()
+            self.context.term()
+            raise
+        self.strangers.where = f"{_bracketed(addresses[0])}:{self.port}"
+        self.happenings: queue.SimpleQueue[Happening] = queue.SimpleQueue()
+        self.event = os.eventfd(0, os.EFD_NONBLOCK)
+        """Readable when something has happened."""
+        self.guests: dict[str, Guest] = {}
+        self._load: Load | None = None
+        self._task_fd = -1
+        self._errands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK)
+        self._number = 0
+        self._thread = threading.Thread(target=self._run, name="gate", daemon=True)
+        self._thread.start()
+
+    # ---- for the launcher; from any thread
+
+    def load(self, load: Load, task_fd: int) -> None:
+        """There is a run now. All who are here, and all who come, are told."""
+
+        def tell() -> None:
+            self._load, self._task_fd = load, task_fd
+            for guest in self.guests.values():
+                guest.heard = time.monotonic()  # it may have had a longer lease until now
+                self._welcome(guest)
+
+        self._do(tell)
+
+    def unload(self) -> None:
+        def forget() -> None:
+            self._load = None
+            for guest in self.guests.values():
+                guest.settled = None
+
+        self._do(forget)
+
+    def send(self, key: str, message: ToPorter) -> None:
+        self._do(lambda: self._send(key, message))
+
+    def drop(self, key: str, because: str, wait_s: float = 0.0) -> None:
+        """Give a host up. If it can still hear, it may come back as somebody new, after a while."""
+        self._do(lambda: self._give_up(key, because, wait_s))
+
+    def happened(self) -> list[Happening]:
+        with suppress(BlockingIOError):
+            os.eventfd_read(self.event)
+        found: list[Happening] = []
+        with suppress(queue.Empty):
+            while True:
+                found.append(self.happenings.get_nowait())
+        return found
+
+    def close(self, because: str) -> None:
+        """Tell everybody that it is over."""
+
+        def tell() -> None:
+            for key in list(self.guests):
+                self._send(key, Bye(because))
+
+        self._do(tell)
+        self._errands.put(None)
+        os.eventfd_write(self._wake, 1)
+        self._thread.join()
+        self.auth.stop()
+        self.context.term()
+        os.close(self.event)
+        os.close(self._wake)
+
+    def _do(self, errand: Callable[[], None]) -> None:
+        self._errands.put(errand)
+        os.eventfd_write(self._wake, 1)
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self.socket, zmq.POLLIN)
+        poller.register(self._wake, zmq.POLLIN)
+        due = last = time.monotonic()
+        while True:
+            poller.poll(max(0, int((due - time.monotonic()) * 1000) + 1))
+            now = time.monotonic()
+            if now - last > 2 * PING_S:  # it was we who did not listen: nobody else's fault
+                for guest in self.guests.values():
+                    guest.heard += now - last
+            last = now
+            with suppress(BlockingIOError):
+                os.eventfd_read(self._wake)
+            if not self._run_errands():
+                self.strangers.close()
+                self.socket.close()
+                return
+            self._receive()
+            self.strangers.look()
+            if now >= due:
+                due = now + PING_S
+                self._ping(now)
+
+    def _run_errands(self) -> bool:
+        with suppress(queue.Empty):
+            while True:
+                errand = self._errands.get_nowait()
+                if errand is None:
+                    return False
+                errand()
+        return True
+
+    def _receive(self) -> None:
+        with suppress(zmq.Again):
+            while True:
+                identity, *_, data = self.socket.recv_multipart(flags=zmq.NOBLOCK)
+                try:
+                    message = decode_from_porter(data)
+                except msgspec.MsgspecError:
+                    self.strangers.count()
+                    continue
+                self._hear(identity.hex(), message)
+
+    def _hear(self, key: str, message: msgspec.Struct) -> None:
+        guest = self.guests.get(key)
+        if guest is None:
+            if isinstance(message, Here):
+                guest = self.guests[key] = Guest(key, message, heard=time.monotonic())
+                self._tell(Came(guest))
+                self._welcome(guest)
+            elif not isinstance(message, Bye):
+                self._send(key, Dropped("this run does not know you"))
+            return
+        match message:
+            case Echo(number=number):
+                while guest.pings and guest.pings[0][0] <= number:
+                    _, guest.heard = guest.pings.popleft()
+                    guest.round_trip_s = time.monotonic() - guest.heard
+            case Want(offset=offset) if self._load is not None:
+                size = min(PIECE_BYTES, max(0, self._load.end - offset))
+                self._send(key, Piece(offset, os.pread(self._task_fd, size, offset)))
+            case Settled():
+                guest.settled = message
+                self._tell(Ready(guest))
+            case Started() | Exit() | Logged() | Finding():
+                self._tell(Said(key, message))
+            case Going():
+                guest.settled = None
+            case Bye(because=because):
+                del self.guests[key]
+                self._tell(Gone(key, because))
+            case _:
+                self.strangers.count()
+
+    def _welcome(self, guest: Guest) -> None:
+        if self._load is not None:
+            self._send(guest.key, self._load)
+
+    def _ping(self, now: float) -> None:
+        self._number += 1
+        for key, guest in list(self.guests.items()):
+            if now - guest.heard > (IDLE_S if self._load is None else self._load.lease_s):
+                silent = f"host {guest.here.name} has not answered for {now - guest.heard:.1f} s"
+                self._give_up(key, silent)
+                continue
+            guest.pings.append((self._number, now))
+            self._send(key, Ping(self._number))
+
+    def _give_up(self, key: str, because: str, wait_s: float = 0.0) -> None:
+        if self.guests.pop(key, None) is not None:
+            self._send(key, Dropped(because, wait_s))
+            self._tell(Gone(key, because))
+
+    def _send(self, key: str, message: ToPorter) -> None:
+        with suppress(zmq.ZMQError):
+            self.socket.send_multipart([bytes.fromhex(key), encode(message)], flags=zmq.NOBLOCK)
+
+    def _tell(self, happening: Happening) -> None:
+        self.happenings.put(happening)
+        os.eventfd_write(self.event, 1)
+
+
+def bind(socket: "zmq.Socket[bytes]", addresses: list[str], port: int) -> int:
+    """Listen at all of these addresses, on one port: the one given, or any."""
+    first, *others = addresses
+    if port:
+        socket.bind(f"tcp://{_bracketed(first)}:{port}")
+    else:
+        port = socket.bind_to_random_port(f"tcp://{_bracketed(first)}")
+    for address in others:
+        socket.bind(f"tcp://{_bracketed(address)}:{port}")
+    return port
+
+
+def _bracketed(address: str) -> str:
+    return f"[{address}]" if ":" in address else address

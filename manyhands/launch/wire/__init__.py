@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The control channel between supervisor and workers, its heartbeats and refusals."""

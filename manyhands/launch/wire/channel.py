@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The control channel: authenticated, encrypted (CURVE) messages between supervisor and workers.
+
+The supervisor makes two key pairs per run. Workers receive theirs, and the supervisor's public
+key, from the process that starts them, never on a command line. A connection with any other key is
+refused before a byte of it is read. It listens on loopback unless told otherwise.
+
+In a worker one thread owns the socket: it sends heartbeats, and what arrives is put where the
+training thread looks for it.
+"""
+
+import itertools
+import os
+import queue
+import threading
+import time
+from contextlib import suppress
+
+import msgspec
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+
+from manyhands.launch.wire.heartbeat import Pulse, Waiting
+from manyhands.launch.wire.refusals import Strangers
+from manyhands.values.errors import Broken
+from manyhands.values.messages import (
+    Answer,
+    Break,
+    FromSupervisor,
+    FromWorker,
+    Halt,
+    ReadFile,
+    Reply,
+    StoreFile,
+    View,
+    decode_from_supervisor,
+    decode_from_worker,
+    encode,
+)
+from manyhands.values.orders import Keys
+
+BEAT_S = 0.25
+
+
+class OnlyThisKey:
+    """The authenticator's question: may this client speak?"""
+
+    def __init__(self, public: bytes) -> None:
+        self.public = public
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return key == self.public
+
+
+class Switchboard:
+    """The supervisor's end."""
+
+    def __init__(self, address: str = "127.0.0.1") -> None:
+        self.context = zmq.Context()
+        public, secret = zmq.curve_keypair()
+        worker_public, worker_secret = zmq.curve_keypair()
+        self.auth = ThreadAuthenticator(self.context)
+        self.auth.start()
+        self.auth.configure_curve_callback(
+            domain="*", credentials_provider=OnlyThisKey(worker_public)
+        )
+        self.socket: zmq.Socket[bytes] = self.context.socket(zmq.ROUTER)
+        self.socket.curve_server = True
+        self.socket.curve_publickey, self.socket.curve_secretkey = public, secret
+        self.socket.linger = 0
+        self.socket.ipv6 = ":" in address
+        self.strangers = Strangers(self.context, self.socket)
+        where = f"[{address}]" if ":" in address else address
+        port = self.socket.bind_to_random_port(f"tcp://{where}")
+        self.strangers.where = f"{where}:{port}"
+        self.keys = Keys(f"tcp://{where}:{port}", public, worker_public, worker_secret)
+
+    def keys_for(self, host: str) -> Keys:
+        """For a worker that reaches this host under that name."""
+        port = self.keys.address.rpartition(":")[2]
+        where = f"[{host}]" if ":" in host else host
+        return msgspec.structs.replace(self.keys, address=f"tcp://{where}:{port}")
+
+    def send(self, worker: int, message: FromSupervisor) -> None:
+        self.socket.send_multipart([_identity(worker), encode(message)])
+
+    def receive(self) -> list[FromWorker]:
+        """What has arrived; never blocks. Garbage is counted, and so is a message in the name of
+        another than whose connection it is."""
+        messages: list[FromWorker] = []
+        self.strangers.look()
+        with suppress(zmq.Again):
+            while True:
+                identity, *_, data = self.socket.recv_multipart(flags=zmq.NOBLOCK)
+                try:
+                    message = decode_from_worker(data)
+                except msgspec.MsgspecError:
+                    self.strangers.count()
+                    continue
+                if identity == _identity(message.worker):
+                    messages.append(message)
+                else:
+                    self.strangers.count()
+        return messages
+
+    def close(self) -> None:
+        self.strangers.close()
+        self.socket.close()
+        self.auth.stop()
+        self.context.term()
+
+
+class Line:
+    """A worker's end. Its thread sends the pulse; whoever waits for an answer is seen to wait."""
+
+    def __init__(self, keys: Keys, pulse: Pulse) -> None:
+        self.pulse, self.waiting = pulse, Waiting(pulse, self.broken)
+        self.context = zmq.Context()
+        self.socket: zmq.Socket[bytes] = self.context.socket(zmq.DEALER)
+        self.socket.identity = _identity(pulse.worker)
+        self.socket.curve_serverkey = keys.supervisor_public
+        self.socket.curve_publickey = keys.worker_public
+        self.socket.curve_secretkey = keys.worker_secret
+        self.socket.linger, self.socket.ipv6 = 5000, True
+        self.socket.connect(keys.address)
+        self.outgoing: queue.SimpleQueue[FromWorker | None] = queue.SimpleQueue()
+        self.views: queue.SimpleQueue[View] = queue.SimpleQueue()
+        self.replies: dict[str, Reply] = {}
+        self.answers: dict[int, Answer] = {}
+        self.closed = False
+        self._numbers = itertools.count(1)
+        self.arrived = threading.Condition()
+        self.generation = 0
+        """Of the view that the training thread is in."""
+        self._halts = 0
+        self._broken = 0
+        self._wake = os.eventfd(0)
+        self._thread = threading.Thread(target=self._run, name="line", daemon=True)
+        self._thread.start()
+
+    def send(self, message: FromWorker) -> None:
+        self.outgoing.put(self._stamped(message))
+        os.eventfd_write(self._wake, 1)
+
+    def next_view(self) -> View:
+        """Wait for a place in the next view."""
+        with self.waiting:
+            view = self.views.get()
+        self.generation, self._halts = view.generation, max(self._halts, view.halts)
+        with self.arrived:
+            self.replies.clear()  # those of earlier views
+        return view
+
+    def reply(self, round: str) -> Reply:
+        """Wait for the supervisor's reply to a round."""
+        with self.waiting, self.arrived:
+            while round not in self.replies:
+                if self.broken():
+                    raise Broken(f"waiting for '{round}' was broken off")
+                self.arrived.wait(0.1)
+            return self.replies.pop(round)
+
+    def new_number(self) -> int:
+        return next(self._numbers)
+
+    def ask(self, message: StoreFile | ReadFile) -> int:
+        """A question whose answer is waited for later, in whichever view. From any thread."""
+        self.send(message)
+        return message.number
+
+    def answer(self, number: int) -> Answer:
+        with self.arrived:
+            while number not in self.answers:
+                if self.closed:
+                    raise Broken("the line to the driver was closed")
+                self.arrived.wait(0.1)
+            return self.answers.pop(number)
+
+    def heard(self) -> int:
+        """The number of the last Halt that arrived here."""
+        return self._halts
+
+    def broken(self) -> bool:
+        """Whether members of the current view are gone."""
+        return self._broken >= self.generation > 0
+
+    def stop_if_broken(self) -> None:
+        if self.broken():
+            raise Broken("other members of this view are gone")
+
+    def close(self) -> None:
+        """Send what is still waiting, then hang up."""
+        self.closed = True
+        self.outgoing.put(None)
+        os.eventfd_write(self._wake, 1)
+        self._thread.join()
+        self.context.term()
+        os.close(self._wake)
+
+    def _stamped(self, message: FromWorker) -> FromWorker:
+        return msgspec.structs.replace(message, generation=self.generation)
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self.socket, zmq.POLLIN)
+        poller.register(self._wake, zmq.POLLIN)
+        due = time.monotonic() + BEAT_S
+        while True:
+            ready = dict(poller.poll(max(0, int((due - time.monotonic()) * 1000) + 1)))
+            if self.socket in ready:
+                self._receive()
+            if self._wake in ready:
+                os.eventfd_read(self._wake)
+            if not self._send_waiting():
+                self.socket.close()
+                return
+            if time.monotonic() >= due:
+                due = time.monotonic() + BEAT_S
+                self._send(self._stamped(self.pulse.beat()))
+
+    def _send(self, message: FromWorker) -> None:
+        """What cannot be encoded is left out: this thread must live to send the rest."""
+        with suppress(UnicodeEncodeError, msgspec.MsgspecError):
+            self.socket.send(encode(message))
+
+    def _send_waiting(self) -> bool:
+        with suppress(queue.Empty):
+            while True:
+                message = self.outgoing.get_nowait()
+                if message is None:
+                    return False
+                self._send(message)
+        return True
+
+    def _receive(self) -> None:
+        with suppress(zmq.Again):
+            while True:
+                message: FromSupervisor = decode_from_supervisor(
+                    self.socket.recv(flags=zmq.NOBLOCK)
+                )
+                match message:
+                    case View():
+                        self.views.put(message)
+                    case Reply():
+                        with self.arrived:
+                            self.replies[message.round] = message
+                            self.arrived.notify_all()
+                    case Answer(number=number):
+                        with self.arrived:
+                            self.answers[number] = message
+                            self.arrived.notify_all()
+                    case Halt(number=number):
+                        self._halts = max(self._halts, number)
+                    case Break(generation=generation):
+                        self._broken = max(self._broken, generation)
+                        with self.arrived:
+                            self.arrived.notify_all()
+
+
+def _identity(worker: int) -> bytes:
+    return f"worker-{worker}".encode()

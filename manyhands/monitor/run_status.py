@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run is doing, from its folder alone. Imports no torch, so it answers at once."""
+
+import platform
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from manyhands.values.events import Failed, Finished, numbers_of, read_events
+from manyhands.values.rundir import RunDir
+
+
+def status(run: RunDir) -> dict[str, Any]:
+    """State, step, speed and workers. A driver that is gone without a word has "died"."""
+    found: dict[str, Any]
+    try:
+        found = msgspec.json.decode(run.status.read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.MsgspecError):
+        found = {"state": "starting", "step": 0, "total_steps": 0, "workers": []}
+    found["run"] = str(run.root)
+    if found["state"] in ("running", "paused"):
+        here = found["host"] == platform.node()
+        if here and not Path(f"/proc/{found['pid']}").exists():
+            found["state"] = "died"
+        found["seconds_ago"] = time.time() - found["time"]
+    last = None
+    for event in read_events(run.events):
+        if isinstance(event, Failed | Finished):
+            last = event
+    if isinstance(last, Failed) and found["state"] == "failed":
+        found["verdict"] = last.verdict
+    if isinstance(last, Finished) and found["state"] == "finished":
+        found |= {"scores": numbers_of(last.scores), "fingerprint": last.fingerprint}
+    return found

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Machine + config + wishes → Plan: how many workers, which way bytes move, how many steps.
+
+Pure. Every choice carries its reason; what cannot work is refused with what would.
+"""
+
+from typing import Any
+
+import msgspec
+
+from manyhands.accounting.micro_batches import cut_sizes, steps_per_epoch
+from manyhands.values.config import TrainConfig
+from manyhands.values.errors import ConfigError
+from manyhands.values.world import Machine
+
+
+class Choice(msgspec.Struct, frozen=True):
+    value: Any
+    because: str
+
+    def __str__(self) -> str:
+        return f"{self.value} ({self.because})"
+
+
+class Plan(msgspec.Struct, frozen=True):
+    workers: Choice
+    collective: Choice
+    steps: Choice
+    micro_batches: Choice
+    records: int
+    steps_per_epoch: int
+
+    def lines(self) -> list[str]:
+        named = (
+            ("workers", self.workers),
+            ("collective", self.collective),
+            ("steps", self.steps),
+            ("micro-batches", self.micro_batches),
+        )
+        return [f"{name}: {choice}" for name, choice in named]
+
+
+def plan(
+    train: TrainConfig,
+    machine: Machine,
+    *,
+    workers: int | tuple[int, int] | None,
+    records: int,
+    most_workers: int | None = None,
+    many_hosts: bool = False,
+    paced: bool = False,
+) -> Plan:
+    """`workers` is what was asked for, `most_workers` what the engine can start; `paced`: a wished
+    speed will decide, so it begins with the fewest."""
+    return Plan(
+        workers=_workers(train, machine, workers, most_workers, paced),
+        collective=_collective(train, many_hosts),
+        steps=_steps(train, records),
+        micro_batches=_micro_batches(train, records),
+        records=records,
+        steps_per_epoch=steps_per_epoch(records, train.batch),
+    )
+
+
+def _workers(
+    train: TrainConfig,
+    machine: Machine,
+    wish: int | tuple[int, int] | None,
+    startable: int | None,
+    paced: bool,
+) -> Choice:
+    most = train.micro_batches
+    if isinstance(wish, tuple):
+        if startable is None and train.sync != "alone":
+            return _between(train, machine, *wish, paced)
+        if wish[0] > 1:
+            raise ConfigError(f"this run can have one worker, not {wish[0]} to {wish[1]}.")
+        wish = 1
+    asked = wish
+    if startable is not None:
+        if asked is not None and asked > startable:
+            raise ConfigError(f"this engine runs {startable} worker; use --workers {startable}.")
+        asked = asked or startable
+    if train.sync == "alone":
+        if asked not in (None, 1):
+            raise ConfigError(f'train.sync = "alone" is one worker; {asked} were asked for.')
+        return Choice(1, "train.sync is alone")
+    if asked is None:
+        cores = max(1, machine.cores // train.threads)
+        return Choice(
+            min(cores, most), f"the smaller of {cores} usable cores and {most} micro-batches"
+        )
+    if asked < 1:
+        raise ConfigError(f"--workers must be at least 1, got {asked}.")
+    if asked > most:
+        smaller = train.batch // asked
+        divisor = max((d for d in range(1, smaller + 1) if train.batch % d == 0), default=None)
+        cure = f"train.micro_batch to {divisor}" if divisor else "train.batch larger"
+        raise ConfigError(
+            f"{asked} workers, but a step has only {most} micro-batches (train.batch "
+            f"{train.batch} / train.micro_batch {train.micro_batch_size}), so some would have "
+            f"nothing to do. Use --workers {most}, or set {cure}."
+        )
+    return Choice(asked, "as asked")
+
+
+def _between(train: TrainConfig, machine: Machine, least: int, most: int, paced: bool) -> Choice:
+    """As many as there is room for, to begin with."""
+    if least > train.micro_batches:
+        raise ConfigError(
+            f"at least {least} workers, but a step has only {train.micro_batches} micro-batches."
+        )
+    if paced:
+        return Choice(least, "to begin with; the wished speed decides")
+    cores = max(1, machine.cores // train.threads)
+    found = max(least, min(most, cores, train.micro_batches))
+    return Choice(found, f"between {least} and {most}, with {cores} usable cores")
+
+
+def read_workers(text: int | str | None) -> int | tuple[int, int] | None:
+    """ "4", or "2:8" for at least two and at most eight."""
+    if text is None or isinstance(text, int):
+        return text
+    least, colon, most = text.partition(":")
+    try:
+        low, high = int(least), int(most) if colon else int(least)
+    except ValueError:
+        raise ConfigError(f"--workers {text}: write a number, or a range as in 2:8.") from None
+    if low < 1:
+        raise ConfigError(f"--workers must be at least 1, got {text}.")
+    if high < low:
+        raise ConfigError(f"--workers {text}: write the smaller number first.")
+    return (low, high) if colon else low
+
+
+def _collective(train: TrainConfig, many_hosts: bool) -> Choice:
+    if train.sync == "alone":
+        return Choice("none", "one worker has nobody to talk to")
+    if train.collective == "shared" and many_hosts:
+        raise ConfigError(
+            'train.collective = "shared" is for workers of one host; several hosts need "sockets", '
+            '"mpi" or "auto".'
+        )
+    if train.collective != "auto":
+        return Choice(train.collective, "as asked")
+    if train.device == "cuda":
+        return Choice("nccl", "the workers are on GPUs")
+    if many_hosts:
+        return Choice("sockets", "workers of a host share its memory, hosts speak over TCP")
+    return Choice("shared", "all workers are on one host and share its memory")
+
+
+def _steps(train: TrainConfig, records: int) -> Choice:
+    if train.steps is not None:
+        return Choice(train.steps, "as asked")
+    epochs = train.epochs or 1
+    per_epoch = steps_per_epoch(records, train.batch)
+    return Choice(epochs * per_epoch, f"{epochs} epochs of {per_epoch} batches of {train.batch}")
+
+
+def _micro_batches(train: TrainConfig, records: int) -> Choice:
+    sizes = cut_sizes(min(records, train.batch), train.micro_batch_size)
+    how = "as asked" if train.micro_batch else "an eighth of the batch where that is whole"
+    return Choice(len(sizes), f"of {train.micro_batch_size} records each, {how}")

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Questions about a saved run: its scores, its fingerprint. Answered here, or by Ray."""
+
+import warnings
+from pathlib import Path
+
+from manyhands.checkpoint.commit import Folder, newest_good
+from manyhands.checkpoint.contents import MODEL
+from manyhands.checkpoint.tensors import fingerprint as fingerprint_of
+from manyhands.data.reading.records import open_data
+from manyhands.driver.task_files import reload
+from manyhands.evaluation import scores
+from manyhands.values.config import read_toml
+from manyhands.values.errors import RequestError, RunDirError
+from manyhands.values.rundir import RunDir, open_run
+from manyhands.values.task import Task
+from manyhands.values.world import World
+from manyhands.worker.scoring import evaluation_of, measured
+
+
+def evaluate(
+    run: str | Path,
+    task: Task | None = None,
+    *,
+    step: int | None = None,
+    engine: str = "local",
+    worker_resources: str | None = None,
+    ray_token_file: str | Path | None = None,
+) -> dict[str, float]:
+    """Scores of a saved step (the newest good one) on the held-out records, as the run does.
+
+    They are computed here, or by tasks of Ray ("ray", "ray://HOST:PORT"): the same numbers.
+    """
+    folder = open_run(Path(run))
+    chosen = _committed(folder, step)
+    config, _ = read_toml(folder.config)
+    loaded, notes = reload(folder, task)
+    for note in notes:
+        warnings.warn(note, stacklevel=2)
+    _, held_out = open_data(loaded.task.data, loaded.task.held_out, config.data)
+    if held_out is None:
+        raise RunDirError(f"the task of {folder.root} has no held-out records to evaluate on.")
+    where = folder.step(chosen)
+    if engine == "local":
+        if worker_resources or ray_token_file:
+            raise RequestError("--worker-resources and --ray-token-file are for Ray: --engine ray")
+        results = measured(loaded.task, config, where, World(0, 1))
+    else:
+        from manyhands.stories.evaluate_on_ray import measured_on_ray
+
+        token = Path(ray_token_file) if ray_token_file else None
+        results = measured_on_ray(loaded, config, where, engine, worker_resources, token)
+    return scores.combine(evaluation_of(loaded.task, config), results)
+
+
+def fingerprint(run: str | Path, *, step: int | None = None) -> str:
+    """SHA-256 over names, shapes, dtypes and bytes of a saved step's weights and buffers."""
+    folder = open_run(Path(run))
+    chosen = _committed(folder, step)
+    return fingerprint_of(Folder(folder).get(chosen, MODEL))
+
+
+def _committed(run: RunDir, step: int | None) -> int:
+    """The step asked for, or the newest good one."""
+    storage = Folder(run)
+    steps = storage.steps()
+    if step is None:
+        newest, problems = newest_good(storage)
+        if newest is None:
+            found = f" ({'; '.join(problems)})" if problems else ""
+            raise RunDirError(f"{run.root} holds no checkpoint yet{found}.")
+        for problem in problems:
+            warnings.warn(f"{problem}; using step {newest} instead", stacklevel=3)
+        return newest
+    if step in steps:
+        for name in storage.manifest(step).files:
+            storage.get(step, name)  # raises if a byte is wrong
+    else:
+        there = ", ".join(str(s) for s in steps) or "none"
+        raise RunDirError(f"{run.root} has no saved step {step}; saved are: {there}.")
+    return step

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Held-out records scored by tasks of Ray: the task and the weights travel, the results come back.
+
+Nodes need not see the run's folder (but the data, where the task names it by its path). Parts are
+those of as many ranks, and are put together as a run does it.
+"""
+
+import os
+import tempfile
+from pathlib import Path
+
+import msgspec
+
+from manyhands.checkpoint.contents import MODEL, STATE
+from manyhands.evaluation import scores
+from manyhands.launch.ray.ray_executor import open_executor
+from manyhands.launch.shipping import ship_task
+from manyhands.values.config import RunConfig
+from manyhands.values.task import Loaded
+from manyhands.values.world import World
+from manyhands.worker.scoring import measured
+
+
+class Parts(msgspec.Struct, frozen=True):
+    """What every task needs."""
+
+    config: RunConfig
+    parcel: ship_task.Parcel
+    memory: bytes
+    """What the parcel speaks of."""
+    files: dict[str, bytes]
+    """Of the saved step."""
+
+
+def measured_on_ray(
+    loaded: Loaded,
+    config: RunConfig,
+    folder: Path,
+    engine: str,
+    resources: str | None,
+    token: Path | None,
+) -> list[scores.BatchResult]:
+    if resources is None:
+        resources = f"CPU={config.train.threads}"
+    with open_executor(engine, resources, token) as ray:
+        everything = ray.put(msgspec.msgpack.encode(_packed(loaded, config, folder)))
+        parts = [ray.submit(_part, everything, rank, ray.workers) for rank in range(ray.workers)]
+        return scores.decode([part.result() for part in parts])
+
+
+def _packed(loaded: Loaded, config: RunConfig, folder: Path) -> Parts:
+    fd = os.memfd_create("manyhands-task")
+    try:
+        parcel = ship_task.pack(loaded, fd, many=True)
+        memory = Path(f"/proc/self/fd/{fd}").read_bytes()
+    finally:
+        os.close(fd)
+    return Parts(config, parcel, memory, {n: (folder / n).read_bytes() for n in (MODEL, STATE)})
+
+
+def _part(everything: bytes, rank: int, ranks: int) -> bytes:
+    """On a node."""
+    parts = msgspec.msgpack.decode(everything, type=Parts)
+    fd = os.memfd_create("manyhands-task")
+    try:
+        Path(f"/proc/self/fd/{fd}").write_bytes(parts.memory)
+        task = ship_task.unpack(parts.parcel, fd)
+    finally:
+        os.close(fd)
+    with tempfile.TemporaryDirectory(prefix="manyhands-") as folder:
+        for name, data in parts.files.items():
+            Path(folder, name).write_bytes(data)
+        results = measured(task, parts.config, Path(folder), World(rank, ranks))
+    return scores.encode(results)

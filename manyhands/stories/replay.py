@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Any step again, here: recomputed from the nearest checkpoint before it, and compared.
+
+A replay is a run of its own in a temporary folder. It begins with a checkpoint of the run that is
+replayed (or with nothing, as that one did), uses its config and the changes of its ledger, and may
+have any number of workers. What it computes must be what was computed then: the loss of every step
+and the weights that were saved, to the last bit.
+"""
+
+import shutil
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from manyhands.accounting import ledger
+from manyhands.accounting.proof import check
+from manyhands.checkpoint.commit import Folder
+from manyhands.checkpoint.contents import MODEL
+from manyhands.checkpoint.tensors import fingerprint
+from manyhands.driver.bookkeeping import Job
+from manyhands.driver.task_files import reload
+from manyhands.launch.choose_engine import open_engine
+from manyhands.launch.engines.launcher import Launcher
+from manyhands.stories.train import drive
+from manyhands.values import events
+from manyhands.values.config import CheckpointConfig, RunConfig, read_toml
+from manyhands.values.errors import CheckpointDamaged, RequestError
+from manyhands.values.faults import FaultPlan
+from manyhands.values.rundir import RunDir, open_run
+from manyhands.values.scratch import Scratch, sweep
+from manyhands.values.task import Task
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """What a replay found."""
+
+    first: int
+    """It began after this many steps: a checkpoint, or 0."""
+    to: int
+    fingerprint: str
+    """Of the weights after `to` steps."""
+    losses: dict[int, float]
+    """Of every step that was computed again: after so many steps."""
+    compared_losses: list[int] = field(default_factory=list[int])
+    compared_weights: list[int] = field(default_factory=list[int])
+    differences: list[str] = field(default_factory=list[str])
+
+    @property
+    def same(self) -> bool:
+        return not self.differences
+
+
+def replay(
+    run: str | Path,
+    task: Task | None = None,
+    *,
+    step: int,
+    to: int | None = None,
+    workers: int = 1,
+    debug: int | None = None,
+    quiet: bool = True,
+    audit: bool = False,
+    launcher: Launcher | None = None,
+) -> Replayed:
+    """Compute steps `step` (counted from 0) up to `to` of a run again, and compare.
+
+    `debug` stops in a debugger at that micro-batch of step `step`. `audit` has a micro-batch of
+    every step computed by two workers.
+    """
+    folder = open_run(Path(run))
+    last = step + 1 if to is None else to
+    if step < 0 or last <= step:
+        raise RequestError(f"steps {step} to {last}: nothing to replay.")
+    done = _steps_done(folder)
+    if last > done:
+        raise RequestError(
+            f"{folder.root} has done {done} steps; step {last - 1} is not among them."
+        )
+    config, _ = read_toml(folder.config)
+    loaded, notes = reload(folder, task)
+    first = _nearest(folder, step)
+    hands = launcher or open_engine("local" if debug is None else "inline")
+    losses: dict[int, float] = {}
+    sweep()
+    scratch = Scratch("replay")
+    try:
+        again = _copy(folder, scratch.path / "run", first)
+        job = Job(
+            again,
+            loaded,
+            _config(config, last, audit=audit),
+            workers,
+            lambda event: losses.__setitem__(event.step, event.loss),
+            quiet,
+            FaultPlan(),
+            changes=ledger.changes_by_step(ledger.read(folder.ledger)),
+            debug=None if debug is None else (step, debug),
+            notes=notes,
+        )
+        report = drive(job, hands, resume=first or None)
+        return _compare(folder, again, Replayed(first, last, report.fingerprint, losses))
+    finally:
+        hands.stop() if launcher else hands.close()
+        scratch.close()
+
+
+def _steps_done(run: RunDir) -> int:
+    return check(ledger.read(run.ledger)).steps
+
+
+def _nearest(run: RunDir, step: int) -> int:
+    """The newest good checkpoint at or before `step`; 0: the beginning."""
+    storage = Folder(run)
+    for saved in reversed([s for s in storage.steps() if s <= step]):
+        with suppress(CheckpointDamaged):
+            for name in storage.manifest(saved).files:
+                storage.get(saved, name)
+            return saved
+    return 0
+
+
+def _copy(run: RunDir, scratch: Path, first: int) -> RunDir:
+    """Enough of a run to begin another from its checkpoint."""
+    again = RunDir(scratch)
+    if not first:
+        return again
+    again.create()
+    for name in ("config.toml", "task"):
+        source = run.root / name
+        target = again.root / name
+        if source.is_dir():
+            shutil.copytree(source, target, dirs_exist_ok=True)
+        else:
+            shutil.copy(source, target)
+    shutil.copy(run.ledger, again.ledger)
+    shutil.copytree(run.step(first), again.step(first))
+    return again
+
+
+def _config(config: RunConfig, last: int, *, audit: bool) -> RunConfig:
+    every = config.checkpoint.every_steps if config.checkpoint is not None else last
+    train = replace(config.train, epochs=None, steps=last)
+    if audit:
+        train = replace(train, audit_every=1)
+    kept = CheckpointConfig(every_steps=every, keep_last=1 << 30)
+    return replace(config, train=train, checkpoint=kept, evaluate=None)
+
+
+def _compare(run: RunDir, again: RunDir, found: Replayed) -> Replayed:
+    """Bit for bit, wherever the run left something to compare with."""
+    then = events.read_losses(run.losses)
+    for step in sorted(then.keys() & found.losses.keys()):
+        found.compared_losses.append(step)
+        if then[step] != found.losses[step]:
+            found.differences.append(
+                f"step {step}: the loss was {then[step]!r}, now it is {found.losses[step]!r}"
+            )
+    common = set(Folder(run).steps()) & set(Folder(again).steps())
+    for step in sorted(s for s in common if s > found.first):
+        found.compared_weights.append(step)
+        before, now = (fingerprint(r.step(step) / MODEL) for r in (run, again))
+        if before != now:
+            found.differences.append(
+                f"step {step}: the weights were {before[:16]}…, now they are {now[:16]}…"
+            )
+    return found

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From task and config to live objects: a replica, on which device, which Sync, over what."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from manyhands.training.collective import mpi
+from manyhands.training.collective.collective import Collective, Lanes, Patience, Sizes
+from manyhands.training.collective.mpi import Mpi
+from manyhands.training.collective.shared_memory import Room, Shared
+from manyhands.training.collective.sockets import Door, Links
+from manyhands.training.collective.torch_group import Group, Slots
+from manyhands.training.collective.two_level import Tiers
+from manyhands.training.compute.seeds import seed_everything
+from manyhands.training.state.memory import Memory
+from manyhands.training.state.replica import Replica, build_model
+from manyhands.training.sync.allreduce.allreduce import AllReduce, Meet
+from manyhands.training.sync.alone import Alone
+from manyhands.training.sync.sync import Auditor, Moment, Place, Sync
+from manyhands.values.config import TrainConfig
+from manyhands.values.errors import ConfigError, TaskError
+from manyhands.values.task import Task
+from manyhands.values.world import usable_cores
+
+
+def choose_device(train: TrainConfig, rank: int) -> torch.device:
+    if train.device == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError('train.device = "cuda", but torch sees no GPU here.')
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def replica(task: Task, train: TrainConfig, memory: Memory, device: torch.device) -> Replica:
+    """Model, optimizer and schedule: the same in every worker, from the seed."""
+    assert task.optimizer is not None
+    seed_everything(train.seed, "model")
+    model = build_model(task.model).to(device).train()
+    optimizer = task.optimizer(model)
+    schedule = task.schedule(optimizer) if task.schedule else None
+    if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise TaskError(
+            "Task: ReduceLROnPlateau wants a score at every step; use a schedule that does not."
+        )
+    return Replica(model, optimizer, schedule, memory, device)
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """How this worker is reached by those of other hosts, and how they know each other."""
+
+    door: Door
+    secret: bytes
+    rendezvous: Path
+    measured: Callable[[list[tuple[int, float, float]]], None]
+    """Told what was measured between this host and the others, when that was wanted."""
+
+
+def collective(
+    kind: str,
+    train: TrainConfig,
+    memory: Memory,
+    *,
+    device: torch.device,
+    reach: Reach,
+    patience: Patience,
+) -> Callable[[Sizes], Meet]:
+    """`kind` as the plan chose it: first told what to make room for, then who meets."""
+
+    def prepare(sizes: Sizes) -> Meet:
+        room = Room(memory, sizes)
+        slots = None if device.type == "cpu" else Slots(sizes, device)
+
+        def meet(place: Place) -> Tiers:
+            world = place.world
+            # Spinning is for workers that have a core to themselves.
+            spin = world.local_ranks * train.threads <= usable_cores()
+            local = Shared(world, room, place.generation, spin=spin, patience=patience)
+            between = partial(_between, kind, place, slots or local.slots, device, reach)
+            return Tiers(world, local, between, patience=patience, slots=slots)
+
+        return meet
+
+    return prepare
+
+
+def _between(
+    kind: str,
+    place: Place,
+    slots: Sequence[Lanes],
+    device: torch.device,
+    reach: Reach,
+    patience: Patience,
+) -> Collective:
+    """What hosts speak over."""
+    hosts, generation = place.world.among_hosts(), place.generation
+    match kind:
+        case "gloo" | "nccl":
+            path = reach.rendezvous.with_name(f"{reach.rendezvous.name}-{generation}")
+            return Group(
+                hosts,
+                slots,
+                backend=kind,
+                rendezvous=path,
+                address=reach.door.address.rpartition(":")[0].strip("[]"),
+                device=device,
+                patience=patience,
+            )
+        case "mpi":
+            return Mpi(hosts, slots, patience=patience, generation=generation)
+        case _:
+            links = Links(
+                hosts,
+                slots,
+                door=reach.door,
+                addresses=place.addresses,
+                generation=generation,
+                secret=reach.secret,
+                patience=patience,
+            )
+            if place.measure:  # here it is the first thing that happens between hosts
+                reach.measured(links.measure())
+            return links
+
+
+def leave(kind: str) -> None:
+    """Before a worker ends that has done all its work."""
+    if kind == "mpi":
+        mpi.finish()
+
+
+def strategy(
+    train: TrainConfig,
+    replica: Replica,
+    memory: Memory,
+    collective: Callable[[Sizes], Meet],
+    *,
+    heard: Callable[[], int],
+    moment: Moment,
+    auditor: Auditor,
+) -> Sync:
+    if train.sync == "alone":
+        return Alone(replica, train, heard=heard)
+    return AllReduce(
+        replica, memory, collective, train, heard=heard, moment=moment, auditor=auditor
+    )

@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Buffers of a model (running statistics and the like), merged so that workers do not show.
+
+During a micro-batch the buffers are private to the worker and start from the step's committed
+values. Afterwards the micro-batches' outcomes are merged **in index order**, by three rules:
+
+1. BatchNorm's update is affine: r ← (1-m)^c r + rest, where `rest` is what c calls would leave if
+   r were 0. So training BatchNorms start each micro-batch from 0, and the M updates are applied
+   one after the other, as one process would have.
+2. Another float buffer: what all micro-batches agree on bit for bit is taken as it is; otherwise
+   the committed value plus the weighted mean of the differences, in float64.
+3. An integer or bool buffer must come out equal in all micro-batches; otherwise the run stops and
+   names it.
+
+A step of a single micro-batch takes its outcome as it is: that is plain PyTorch.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
+
+from manyhands.training.state.layout import Layout, Piece, buffers_of, lay_out
+from manyhands.values.errors import UnevenBuffer
+
+Row = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """One BatchNorm that keeps running statistics, and where they are in the flat buffers."""
+
+    module: _BatchNorm
+    mean: Piece
+    var: Piece
+    count: Piece
+
+
+class Buffers:
+    """The buffers of one replica. `committed` holds the step's values, one flat lane per dtype.
+
+    The module's own buffers are views of `private`. Outcomes travel as float64 rows: for each
+    micro-batch `row_width` numbers, which hold the BatchNorm statistics and one flag per other
+    buffer that says whether it changed; those that did are gathered separately (`changed_width`).
+    """
+
+    def __init__(self, model: Module) -> None:
+        self.model = model
+        named = buffers_of(model)
+        self.layout: Layout = lay_out(named)
+        self.committed = {
+            dtype: torch.zeros(size, dtype=dtype) for dtype, size in self.layout.sizes.items()
+        }
+        self.private = {d: lane.to(_device(model), copy=True) for d, lane in self.committed.items()}
+        self._slots = self._adopt(dict((name, t) for name, t, _ in named))
+        self.norms = self._norms()
+        in_norms = {p.name for n in self.norms for p in (n.mean, n.var, n.count)}
+        self.others = [p for p in self.layout.pieces if p.name not in in_norms]
+        self._widths = [n.mean.numel for n in self.norms]
+        self.row_width = sum(2 * w + 1 for w in self._widths) + len(self.others)
+
+    def _adopt(self, tensors: dict[str, Tensor]) -> list[tuple[Module, str, Piece, Tensor]]:
+        """Move the module's buffers into `private`; remember where each hangs, by every name."""
+        slots: list[tuple[Module, str, Piece, Tensor]] = []
+        for piece in self.layout.pieces:
+            piece.view(self.committed[piece.dtype]).copy_(tensors[piece.name])
+            tensor = tensors[piece.name]
+            tensor.data = piece.view(self.private[piece.dtype])
+            tensor.copy_(piece.view(self.committed[piece.dtype]))
+            for name in (piece.name, *piece.aliases):
+                path, _, leaf = name.rpartition(".")
+                slots.append((self.model.get_submodule(path), leaf, piece, tensor))
+        return slots
+
+    def _norms(self) -> list[Norm]:
+        by_name = {name: p for p in self.layout.pieces for name in (p.name, *p.aliases)}
+        found: list[Norm] = []
+        for path, module in self.model.named_modules():
+            if not isinstance(module, _BatchNorm) or module.running_mean is None:
+                continue
+            if type(module).forward is not _BatchNorm.forward or not module.track_running_stats:
+                continue
+            dot = f"{path}." if path else ""
+            names = ("running_mean", "running_var", "num_batches_tracked")
+            found.append(Norm(module, *(by_name[dot + name] for name in names)))
+        return found
+
+    def begin(self, alone: bool) -> None:
+        """Before a micro-batch: private values are the committed ones. `alone`: no others in it."""
+        for dtype, lane in self.committed.items():
+            self.private[dtype].copy_(lane)
+        if not alone:
+            for norm in self.norms:
+                if norm.module.training:
+                    for piece in (norm.mean, norm.var, norm.count):
+                        piece.view(self.private[piece.dtype]).zero_()
+
+    def end(self, row: Row) -> None:
+        """After a micro-batch: write its outcome into `row` (which is all zeros)."""
+        self._reinstate()
+        at = 0
+        for norm, width in zip(self.norms, self._widths, strict=True):
+            if norm.module.training:
+                row[at : at + width] = self._value(norm.mean).numpy()
+                row[at + width : at + 2 * width] = self._value(norm.var).numpy()
+                row[at + 2 * width] = self._value(norm.count).item()
+            at += 2 * width + 1
+        for k, piece in enumerate(self.others):
+            row[at + k] = not _same_bits(self._value(piece), self._committed(piece))
+
+    def changed(self, rows: NDArray[np.float64]) -> list[Piece]:
+        """The other buffers that changed in any micro-batch of the step, from all its rows."""
+        flags = rows[:, self.row_width - len(self.others) :]
+        return [p for k, p in enumerate(self.others) if flags[:, k].any()]
+
+    def outcome(self) -> dict[str, Tensor]:
+        """Private values of all other buffers after a micro-batch, to be kept until the merge."""
+        return {p.name: self._value(p).clone() for p in self.others}
+
+    def values(self) -> dict[str, Tensor]:
+        """Private values of all buffers as they are now."""
+        return {p.name: self._value(p) for p in self.layout.pieces}
+
+    def commit_alone(self) -> None:
+        """A step of one micro-batch, computed here."""
+        for dtype, lane in self.private.items():
+            self.committed[dtype].copy_(lane)
+
+    def commit_norms(self, rows: NDArray[np.float64]) -> None:
+        at = 0
+        for norm, width in zip(self.norms, self._widths, strict=True):
+            self._apply(norm, rows[:, at : at + 2 * width + 1], width)
+            at += 2 * width + 1
+
+    def _apply(self, norm: Norm, rows: NDArray[np.float64], width: int) -> None:
+        seen = int(self._committed(norm.count).item())
+        for piece, column in ((norm.mean, 0), (norm.var, width)):
+            value, count = self._committed(piece), seen
+            for row in rows:
+                calls = int(row[-1])
+                if calls == 0:
+                    continue
+                rest = torch.from_numpy(row[column : column + width]).to(piece.dtype)
+                if norm.module.momentum is None:  # a plain average over all calls so far
+                    value.mul_(count / (count + calls)).add_(rest, alpha=calls / (count + calls))
+                else:
+                    value.mul_((1 - norm.module.momentum) ** calls).add_(rest)
+                count += calls
+        self._committed(norm.count).add_(int(rows[:, -1].sum()))
+
+    def commit_others(
+        self, step: int, outcomes: Sequence[dict[str, Tensor]], shares: Sequence[float]
+    ) -> None:
+        """Merge buffers that changed; `outcomes[i]` are micro-batch i's values of them."""
+        for name in outcomes[0]:
+            piece = next(p for p in self.others if p.name == name)
+            values, target = [o[name] for o in outcomes], self._committed(piece)
+            if all(_same_bits(values[0], v) for v in values[1:]):
+                target.copy_(values[0])
+            elif piece.dtype.is_floating_point or piece.dtype.is_complex:
+                wide = target.to(torch.complex128 if piece.dtype.is_complex else torch.float64)
+                total = torch.zeros_like(wide)
+                for value, share in zip(values, shares, strict=True):
+                    total += (value.to(wide.dtype) - wide) * share
+                target.copy_(wide + total)
+            else:
+                raise UnevenBuffer(name, step)
+
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        """Committed values from a checkpoint (names that are missing keep what they have)."""
+        for piece in self.layout.pieces:
+            for name in (piece.name, *piece.aliases):
+                if name in tensors:
+                    self._committed(piece).copy_(tensors[name])
+        self.show()
+
+    def show(self) -> None:
+        """Let the module see the committed values, as for evaluation."""
+        self._reinstate()
+        for dtype, lane in self.committed.items():
+            self.private[dtype].copy_(lane)
+
+    def _reinstate(self) -> None:
+        """Code that assigned a new tensor to a buffer's name: take its value, put ours back."""
+        for module, name, piece, tensor in self._slots:
+            now = module._buffers.get(name)  # pyright: ignore[reportPrivateUsage]
+            if now is not tensor:
+                if isinstance(now, Tensor):
+                    self._value_view(piece).copy_(now.detach())
+                module._buffers[name] = tensor  # pyright: ignore[reportPrivateUsage]
+
+    def _value_view(self, piece: Piece) -> Tensor:
+        return piece.view(self.private[piece.dtype])
+
+    def _value(self, piece: Piece) -> Tensor:
+        return self._value_view(piece).detach().cpu()
+
+    def _committed(self, piece: Piece) -> Tensor:
+        return piece.view(self.committed[piece.dtype])
+
+
+def pack(outcomes: Iterable[dict[str, Tensor]], pieces: Sequence[Piece]) -> NDArray[np.uint8]:
+    """The values of `pieces` in each outcome, as bytes."""
+    chunks = [_bytes_of(outcome[p.name]) for outcome in outcomes for p in pieces]
+    return np.concatenate(chunks) if chunks else np.empty(0, dtype=np.uint8)
+
+
+def unpack(data: NDArray[np.uint8], pieces: Sequence[Piece]) -> dict[str, Tensor]:
+    """One outcome back from its bytes."""
+    values: dict[str, Tensor] = {}
+    at = 0
+    for piece in pieces:
+        nbytes = piece.numel * piece.dtype.itemsize
+        raw = torch.from_numpy(data[at : at + nbytes].copy())
+        values[piece.name] = raw.view(piece.dtype).view(piece.shape)
+        at += nbytes
+    return values
+
+
+def packed_size(pieces: Sequence[Piece]) -> int:
+    return sum(p.numel * p.dtype.itemsize for p in pieces)
+
+
+def _raw(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def _bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
+    return _raw(tensor).numpy()
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    """Equal to the last bit; NaN equals itself, 0.0 does not equal -0.0."""
+    return torch.equal(_raw(a), _raw(b))
+
+
+def _device(model: Module) -> torch.device:
+    return next((p.device for p in model.parameters()), torch.device("cpu"))

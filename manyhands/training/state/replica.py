@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A replica: model, optimizer and schedule of one worker, as flat vectors.
+
+`Replica.weights` holds one lane per dtype, and the module's parameters are views into them: what
+is written to the lanes, by this worker or (in shared memory) by another, the module sees.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from manyhands.training.collective.collective import Lanes
+from manyhands.training.state.layout import Layout, lay_out, parameters_of
+from manyhands.training.state.memory import Memory
+from manyhands.training.state.module_buffers import Buffers
+from manyhands.training.state.param_groups import change_groups
+from manyhands.values.errors import CheckpointMismatch, TaskError
+
+
+class Replica:
+    def __init__(
+        self,
+        model: Module,
+        optimizer: Optimizer,
+        schedule: Any,
+        memory: Memory,
+        device: torch.device,
+    ) -> None:
+        self.model, self.optimizer, self.schedule = model, optimizer, schedule
+        self.step = 0
+        """Optimizer steps done."""
+        self.changes: Mapping[int, Mapping[str, Any]] = {}
+        """Settings that change after so many steps."""
+        for name, parameter in model.named_parameters():
+            if is_lazy(parameter):
+                raise TaskError(
+                    f"Task: parameter '{name}' has no shape yet (a lazy module). Let the function "
+                    "that builds the model run it once on an example before it returns it."
+                )
+        self.layout: Layout = lay_out(parameters_of(model))
+        self.weights: Lanes = {
+            dtype: memory.tensor(size, dtype=dtype)
+            if device.type == "cpu"
+            else torch.zeros(size, dtype=dtype, device=device)
+            for dtype, size in self.layout.sizes.items()
+        }
+        self.parameters: dict[str, Tensor] = dict(model.named_parameters())
+        self.buffers = Buffers(model)
+        self._refuse_strangers()
+
+    def _refuse_strangers(self) -> None:
+        """Parameters that only the optimizer knows would be trained by nobody."""
+        known = {id(p) for p in self.parameters.values()}
+        strangers = [
+            p for g in self.optimizer.param_groups for p in g["params"] if id(p) not in known
+        ]
+        if strangers:
+            raise TaskError(
+                f"Task: the optimizer has {len(strangers)} parameter(s) that are not the model's "
+                f"(the first of shape {list(strangers[0].shape)}). Make them part of the model."
+            )
+
+    def publish(self) -> None:
+        """Copy the module's own weights into the lanes: once, by whoever starts them."""
+        with torch.no_grad():
+            for piece in self.layout.pieces:
+                piece.view(self.weights[piece.dtype]).copy_(self.parameters[piece.name])
+
+    def adopt(self) -> None:
+        """Make the module's parameters views of the lanes; its own copies are freed."""
+        for piece in self.layout.pieces:
+            self.parameters[piece.name].data = piece.view(self.weights[piece.dtype])
+
+    def advance(self) -> None:
+        """A step has been taken."""
+        if self.schedule is not None:
+            self.optimizer._opt_called = True  # type: ignore[attr-defined]  # it was, elsewhere
+            self.schedule.step()
+        self.step += 1
+        if self.step in self.changes:
+            self.change(self.changes[self.step])
+
+    def change(self, settings: Mapping[str, Any]) -> None:
+        """Set hyper-parameters of every group; those of other things (with a dot) are not ours."""
+        change_groups(
+            self.optimizer,
+            self.schedule,
+            {key: value for key, value in settings.items() if "." not in key},
+        )
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Weights and persistent buffers by name, as in a state_dict, tied ones once."""
+        found = {p.name: p.view(self.weights[p.dtype]) for p in self.layout.pieces}
+        persistent = self.model.state_dict(keep_vars=True).keys()
+        for piece in self.buffers.layout.pieces:
+            if piece.name in persistent:
+                found[piece.name] = piece.view(self.buffers.committed[piece.dtype])
+        return found
+
+    def aliases(self) -> dict[str, str]:
+        """Other names of tied tensors → the name they are stored under."""
+        pieces = (*self.layout.pieces, *self.buffers.layout.pieces)
+        return {alias: p.name for p in pieces for alias in p.aliases}
+
+    def passing_buffers(self) -> dict[str, Tensor]:
+        """Buffers that a state_dict leaves out, but that a resumed run needs."""
+        kept = self.tensors().keys()
+        return {
+            p.name: p.view(self.buffers.committed[p.dtype])
+            for p in self.buffers.layout.pieces
+            if p.name not in kept
+        }
+
+    def load(self, tensors: Mapping[str, Tensor], *, where: str) -> None:
+        """Take weights and buffers by name, before `publish`; whatever does not fit is named."""
+        expected, given = self.tensors(), dict(tensors)
+        for alias, name in self.aliases().items():
+            if alias in given and name not in given:
+                given[name] = given[alias]
+            given.pop(alias, None)
+        problems = [f"it lacks '{name}'" for name in expected.keys() - given.keys()]
+        problems += [
+            f"it has '{name}', which the model has not" for name in given.keys() - expected
+        ]
+        for name in expected.keys() & given.keys():
+            ours, theirs = expected[name], given[name]
+            if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+                problems.append(f"'{name}' is {_kind(theirs)} there and {_kind(ours)} in the model")
+        if problems:
+            shown = "; ".join(sorted(problems)[:5])
+            more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
+            raise CheckpointMismatch(f"{where} belongs to another model: {shown}{more}.")
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                parameter.copy_(given[name])
+        self.buffers.load({k: v for k, v in given.items() if k not in self.parameters})
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def build_model(model: Any) -> Module:
+    """A task's model: built by a function, or given ready made."""
+    built = model if isinstance(model, Module) else model()
+    if not isinstance(built, Module):
+        raise TaskError(f"Task: model built {type(built).__name__}, not a torch.nn.Module.")
+    return built

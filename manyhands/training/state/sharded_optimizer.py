@@ -1,0 +1,308 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The user's optimizer, shared out: each worker updates the spans of the weights that it owns.
+
+The user's optimizer stays the holder of groups, and schedules act on it; before every step its
+hyper-parameters are copied to the optimizer that does the work. Which parts may be separated
+depends on its kind (kinds.py).
+
+A parameter that received no gradient in any micro-batch is skipped: None is not zero.
+"""
+
+import inspect
+import sys
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from manyhands.training.collective.collective import Bounds, Lanes
+from manyhands.training.state.layout import Layout, Span, Unit, block_of
+from manyhands.training.state.optimizer_kinds import Kept, has_hooks, like
+from manyhands.training.state.undo_log import Keep, Value
+from manyhands.values.errors import OptimizerRefused
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor or number of optimizer state: of parameter `name`, from `offset` on."""
+
+    key: str
+    name: str
+    offset: int
+    value: Tensor | float | int | bool
+
+
+@dataclass(slots=True)
+class _Work:
+    """One unit and the optimizer over it."""
+
+    unit: Unit
+    tensors: list[Tensor]
+    doing: Optimizer
+    settled: set[int]
+
+
+class SharedOut:
+    """This worker's part of the optimizer.
+
+    Where it is cut at blocks, all its state lives in `keep`: vectors in flat slots, counters in a
+    number per block, of which a span uses the one of its first block. Spans of one parameter count
+    alike, so after `regroup` any cut finds its counter at the parameter's first block.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        parameters: Mapping[str, Tensor],
+        layout: Layout,
+        weights: Lanes,
+        keep: Keep,
+        cut: str,
+        kept: Kept,
+    ) -> None:
+        self.users, self.cut, self.kept, self.keep = optimizer, cut, kept, keep
+        self.parameters, self.layout, self.weights = parameters, layout, weights
+        groups = enumerate(optimizer.param_groups)
+        self._group_of = {id(p): k for k, group in groups for p in group["params"]}
+        self.rank = 0
+        self._prepared: tuple[tuple[int, int], int] | None = None
+        self.works: list[_Work] = []
+
+    @property
+    def units(self) -> list[Unit]:
+        return [work.unit for work in self.works]
+
+    def regroup(
+        self,
+        rank: int,
+        units: Sequence[Unit],
+        step: int,
+        *,
+        own: bool = False,
+        fresh: bool = False,
+    ) -> None:
+        """Work on these units from now on, with the state that is kept after `step` steps.
+
+        `own`: they are units of a step in progress, and each has counters of its own. `fresh`:
+        nothing is kept yet. What is found then was made by another worker, just now, for its own
+        units: some optimizers make state when they are constructed.
+        """
+        self.rank, self._prepared = rank, None
+        if self.cut == "nowhere":
+            self.users.state.clear()
+        made = [self._work_on(unit) for unit in units]
+        self.works = [work for work in made if work is not None]
+        for work in self.works:
+            for k, (span, tensor) in enumerate(zip(work.unit.spans, work.tensors, strict=True)):
+                if fresh:
+                    continue
+                if self.cut == "blocks":
+                    self._attach(work, k, span, tensor, own=own)
+                elif values := self.keep.get_extras(span.index, step):
+                    work.doing.state[tensor] = dict(values)
+            self._settle(work)
+
+    def _work_on(self, unit: Unit) -> _Work | None:
+        tensors = [self._tensor(span) for span in unit.spans]
+        if self.cut == "nowhere":
+            return _Work(unit, tensors, self.users, set())
+        mine: dict[int, list[Tensor]] = {}
+        for span, tensor in zip(unit.spans, tensors, strict=True):
+            mine.setdefault(id(self.parameters[span.piece.name]), []).append(tensor)
+        groups = [
+            {**group, "params": [t for p in group["params"] for t in mine.get(id(p), [])]}
+            for group in self.users.param_groups
+        ]
+        return _Work(unit, tensors, like(self.users, groups), set())
+
+    def _tensor(self, span: Span) -> Tensor:
+        if self.cut == "nowhere":
+            return self.parameters[span.piece.name]
+        lane = self.weights[span.piece.dtype]
+        part = span.piece.view(lane) if self.cut == "pieces" else lane[span.start : span.stop]
+        return part.detach().requires_grad_()
+
+    def _attach(self, work: _Work, k: int, span: Span, tensor: Tensor, *, own: bool) -> None:
+        """Give a span the state that is kept for it, if there is any."""
+        keep, here = self.keep, block_of(self.layout, span)
+        source = here if own else self.layout.first_blocks[span.index]
+        if source != here:
+            keep.exists[here] = keep.exists[source]
+        if not keep.exists[source]:
+            return
+        group = self._group_of.get(id(self.parameters[span.piece.name]))
+        state = work.doing.state[tensor]
+        state.clear()
+        work.settled.add(k)
+        for key in self.kept.by_group[group][span.piece.dtype] if group is not None else ():
+            if key in keep.scalars:
+                lane = keep.scalars[key]
+                lane[here] = lane[source]
+                state[key] = lane[here]
+            else:
+                state[key] = keep.slots[key, span.piece.dtype][span.start : span.stop]
+
+    def prepare(self, step: int) -> None:
+        """What can be done for step `step` before its gradient is known."""
+        if self.works:
+            unit = self.works[0].unit
+            self.keep.open(self.rank, unit, step)
+            self._prepared = unit.blocks, step
+
+    def update(
+        self, work: _Work, gradient: Lanes, origin: Bounds, touched: Sequence[bool], step: int
+    ) -> None:
+        """Take step `step` for one unit. `gradient` covers `origin` of each lane."""
+        if self._prepared != (work.unit.blocks, step):
+            self.keep.open(self.rank, work.unit, step)
+        self._prepared = None
+        self._place_gradients(work, gradient, origin, touched)
+        if work.doing is not self.users:
+            for theirs, ours in zip(self.users.param_groups, work.doing.param_groups, strict=True):
+                ours.update({k: v for k, v in theirs.items() if k != "params"})
+        self._bare_step(work.doing)
+        self._settle(work)
+        if self.cut != "blocks":
+            for span, tensor in zip(work.unit.spans, work.tensors, strict=True):
+                self.keep.put_extras(span.index, step + 1, self._plain_state(work, tensor))
+        self.keep.close(self.rank, work.unit, step)
+        if self.cut == "nowhere":  # the module must not keep views of the gradient
+            for tensor in work.tensors:
+                tensor.grad = None
+
+    def _bare_step(self, optimizer: Optimizer) -> None:
+        """torch's own steps without its wrappers for profiling and compiling, whose first use
+        imports the compiler: 1.5 s. What users wrote is called as it is."""
+        step = inspect.unwrap(type(optimizer).step)
+        torchs = step.__module__.startswith("torch.optim.") and not has_hooks(optimizer)
+        if torchs and not optimizer.defaults.get("differentiable"):
+            with torch.no_grad():
+                step(optimizer)
+        else:
+            optimizer.step()
+
+    def _place_gradients(
+        self, work: _Work, gradient: Lanes, origin: Bounds, touched: Sequence[bool]
+    ) -> None:
+        for span, tensor in zip(work.unit.spans, work.tensors, strict=True):
+            if not touched[span.index]:
+                tensor.grad = None
+                continue
+            lane, first = gradient[span.piece.dtype], origin[span.piece.dtype][0]
+            skip = span.start - first
+            address = lane.data_ptr() + skip * lane.element_size()
+            if tensor.grad is None or tensor.grad.data_ptr() != address:
+                offset = lane.storage_offset() + skip
+                tensor.grad = lane.as_strided(tensor.shape, tensor.stride(), offset)
+
+    def _settle(self, work: _Work) -> None:
+        """Move state that the optimizer has just created to where it is kept."""
+        if self.cut != "blocks" or (
+            len(work.settled) == len(work.tensors) and not self.kept.replaced
+        ):
+            return
+        for k, (span, tensor) in enumerate(zip(work.unit.spans, work.tensors, strict=True)):
+            state = work.doing.state.get(tensor)
+            if not state or (k in work.settled and not self.kept.replaced):
+                continue
+            work.settled.add(k)
+            here = block_of(self.layout, span)
+            for key, value in state.items():
+                home = self._home(key, span)
+                if home is not None and isinstance(value, Tensor) and value is not home:
+                    home.copy_(value)
+                    state[key] = home
+            self.keep.exists[here] = 1
+
+    def _home(self, key: str, span: Span) -> Tensor | None:
+        if key in self.keep.scalars:
+            return self.keep.scalars[key][block_of(self.layout, span)]
+        lane = self.keep.slots.get((key, span.piece.dtype))
+        return None if lane is None else lane[span.start : span.stop]
+
+    def _plain_state(self, work: _Work, tensor: Tensor) -> dict[str, Value]:
+        values: dict[str, Value] = {}
+        for key, value in work.doing.state.get(tensor, {}).items():
+            if value is None:
+                continue
+            if not isinstance(value, Tensor | float | int | bool):
+                raise OptimizerRefused(
+                    f"{type(self.users).__name__} keeps '{key}' of type "
+                    f"{type(value).__name__} in its state; only tensors and numbers can be "
+                    "saved without pickling."
+                )
+            values[str(key)] = value
+        return values
+
+    def entries(self) -> Iterator[Entry]:
+        """Everything that must be saved of the units that are worked on here."""
+        for work in self.works:
+            for span, tensor in zip(work.unit.spans, work.tensors, strict=True):
+                for key, value in self._plain_state(work, tensor).items():
+                    yield Entry(key, span.piece.name, span.offset, value)
+
+    def load(self, entries: Iterable[Entry]) -> None:
+        """Take over saved state, however it was shared out when it was saved."""
+        by_name: dict[str, list[tuple[_Work, int]]] = {}
+        for work in self.works:
+            for k, span in enumerate(work.unit.spans):
+                by_name.setdefault(span.piece.name, []).append((work, k))
+        for entry in entries:
+            for work, k in by_name.get(entry.name, ()):
+                self._load_into(work, work.unit.spans[k], work.tensors[k], entry)
+                work.settled.add(k)
+
+    def _load_into(self, work: _Work, span: Span, tensor: Tensor, entry: Entry) -> None:
+        state, value = work.doing.state[tensor], entry.value
+        home = self._home(entry.key, span) if self.cut == "blocks" else None
+        if home is not None:
+            self.keep.exists[block_of(self.layout, span)] = 1
+        if home is None or not isinstance(value, Tensor):
+            state[entry.key] = value.clone() if isinstance(value, Tensor) else value
+            return
+        state[entry.key] = home
+        if home.dim() == 0:
+            home.copy_(value)
+            return
+        first = max(span.offset, entry.offset)
+        last = min(span.offset + span.stop - span.start, entry.offset + value.numel())
+        if first < last:
+            source = value.view(-1)[first - entry.offset : last - entry.offset]
+            home[first - span.offset : last - span.offset].copy_(source)
+
+    def keep_extras(self, step: int) -> None:
+        """After `load`: what has no flat slot is kept too."""
+        if self.cut == "blocks":
+            return
+        for work in self.works:
+            for span, tensor in zip(work.unit.spans, work.tensors, strict=True):
+                self.keep.put_extras(span.index, step, self._plain_state(work, tensor))
+
+
+@contextmanager
+def one_thread() -> Generator[None]:
+    """Several threads would cut a span where vector kernels leave a scalar tail: other bits."""
+    threads = torch.get_num_threads()
+    if threads == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def without_dynamo() -> None:
+    """Spare a worker the import of torch._dynamo: 1.5 s, more than all else it does to start.
+
+    Optimizers import it to tell the compiler to look away from some of their methods; here, as
+    long as nothing has imported it, there is no compiler to tell.
+    """
+    if "torch._dynamo" not in sys.modules:
+        for name in ("add_param_group", "state_dict", "load_state_dict", "zero_grad"):
+            method = inspect.unwrap(getattr(Optimizer, name))
+            setattr(method, "__dynamo_disable", method)

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every worker sums its part; all agree on one canonical sum."""

@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every worker computes some micro-batches; all agree on the canonical sum of their gradients.
+
+Promise: when `step` returns, every worker of the view sees the same weights, bit for bit those
+that one worker would have computed alone.
+
+A step, on worker r with its range of micro-batches:
+
+    compute       each leaf's gradient is added into r's slots as far as the tree allows
+    gather        losses, touched parameters, buffer statistics; everyone's slots are now complete
+    (clip)        r finishes the tree for its stretch; norms of fixed blocks are gathered
+    update        unit by unit: finish the tree, then r's part of the optimizer, under an undo log
+    share         a meeting: everyone has the new weights
+
+With several hosts the sum is finished between them before the gather is (reducing.py), and each
+host takes the step on its own: the whole state is with each of them.
+
+What becomes of a step in which somebody dies is told in regrouping.py.
+"""
+
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from functools import partial
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from manyhands.accounting.micro_batches import Cut, MicroBatch, deal, subtrees
+from manyhands.training.collective.collective import FACTS, NORMS, OUTCOMES, Bytes, Sizes
+from manyhands.training.collective.two_level import Tiers
+from manyhands.training.compute.micro_batch_gradient import Leaf, LossFn, compute, digest
+from manyhands.training.state.layout import blocks, bounds, share_out, units
+from manyhands.training.state.memory import Memory
+from manyhands.training.state.optimizer_kinds import NOTHING_KEPT, how_to_cut, what_it_keeps
+from manyhands.training.state.replica import Replica
+from manyhands.training.state.sharded_optimizer import SharedOut
+from manyhands.training.state.undo_log import Keep
+from manyhands.training.sync.allreduce.buffer_outcomes import Outcomes
+from manyhands.training.sync.allreduce.finish_interrupted_step import Regrouping
+from manyhands.training.sync.allreduce.local_sum import Summing
+from manyhands.training.sync.allreduce.overlapped_host_sum import Reducing
+from manyhands.training.sync.allreduce.partial_sums import Parts, parts_of
+from manyhands.training.sync.allreduce.step_facts import Form, Tally
+from manyhands.training.sync.allreduce.update import Updating
+from manyhands.training.sync.canonical_sum import TreeSum, most_parts
+from manyhands.training.sync.sync import Auditor, Moment, Place, StepFacts
+from manyhands.values.config import TrainConfig
+
+Meet = Callable[[Place], Tiers]
+"""How the members of a view reach each other, given this worker's place in it."""
+
+
+class AllReduce:
+    def __init__(
+        self,
+        replica: Replica,
+        memory: Memory,
+        collective: Callable[[Sizes], Meet],
+        train: TrainConfig,
+        *,
+        heard: Callable[[], int],
+        moment: Moment,
+        auditor: Auditor,
+    ) -> None:
+        """`heard` gives the number of the last command that has reached this worker."""
+        self.replica, self.heard, self.moment = replica, heard, moment
+        self.auditor = auditor
+        self.seed, self.precision = train.seed, train.precision
+        self.clip_norm = train.clip_norm
+        self.facts: StepFacts | None = None
+        layout = replica.layout
+        self.cut, _ = how_to_cut(replica.optimizer)
+        kept = what_it_keeps(replica.optimizer, layout) if self.cut == "blocks" else NOTHING_KEPT
+        self.keep = Keep(
+            layout,
+            replica.weights,
+            kept.slots,
+            kept.scalars,
+            replica.buffers.layout.sizes,
+            memory,
+            extras=self.cut != "blocks",
+        )
+        self.optimizer = SharedOut(
+            replica.optimizer,
+            replica.parameters,
+            layout,
+            replica.weights,
+            self.keep,
+            self.cut,
+            kept,
+        )
+        self.form = Form(len(layout.trainable), replica.buffers.row_width)
+        self.outcomes = Outcomes(replica.buffers, self.form)
+        self.updating = Updating(
+            self.optimizer, memory, micro_batches=train.micro_batches, moment=moment
+        )
+        self.regrouping = Regrouping(
+            replica, self.keep, self.optimizer, self.form, self.outcomes, self.updating
+        )
+        most_leaves = train.micro_batches + 1  # a last record joins the batch before it
+        self._meet = collective(
+            Sizes(
+                lanes=layout.trainable_sizes,
+                slots=most_parts(most_leaves),
+                message_bytes=max(
+                    self.form.size_bytes(most_leaves),
+                    8 * layout.first_blocks[-1],
+                    self.outcomes.most_bytes(most_leaves),
+                ),
+            )
+        )
+        self._trainable = [replica.parameters[p.name] for p in layout.trainable]
+        self._step: Tally | None = None
+        self._tiers: Tiers | None = None
+        self.overlap = train.overlap
+        self.reducing: Reducing | None = None
+
+    # ---- a place in a view
+
+    @property
+    def holds(self) -> bool:
+        return self.keep.holds
+
+    def regroup(self, place: Place) -> None:
+        self.place, self.world, self.speeds = place, place.world, place.speeds
+        self.close()
+        self._tiers = self.tiers = self._meet(place)
+        layout = self.replica.layout
+        self.summing = Summing(layout.trainable, self._trainable, self.tiers.slots)
+        self._step = None
+        # The workers of a host share out what is in its memory, and that is everything.
+        self.rank = self.world.local_rank
+        self.spans = share_out(layout, self.world.local_ranks, cut=self.cut)
+        self.bounds = [bounds(spans) for spans in self.spans]
+        self.blocks = [blocks(spans) for spans in self.spans]
+        many = self.tiers.many
+        self.reducing = Reducing(layout, self.tiers, self.updating.sums) if many else None
+        mine = units(layout, self.spans[self.rank], cut=self.cut)
+        self.regrouping.regroup(place, self.tiers, mine)
+
+    def note(self) -> None:
+        self.regrouping.note(self.place)
+
+    # ---- a step
+
+    def indices(self, cut: Cut) -> range:
+        return deal(len(cut.sizes), self.speeds)[self.world.rank]
+
+    def backward(self, cut: Cut, micro_batches: Iterable[MicroBatch], loss: LossFn) -> StepFacts:
+        mine = self.indices(cut)
+        ranges = deal(len(cut.sizes), self.speeds)
+        audited = self.auditor.index(cut) if self.world.num_ranks > 1 else None
+        sheet = self.form.sheet(max(len(r) for r in ranges))
+        self.outcomes.begin()
+        tree = self.summing.tree(len(cut.sizes))
+        if self.reducing is not None:
+            self.reducing.begin(ranges, len(cut.sizes), partial(self._summed, cut.step))
+        for row, micro_batch in zip(sheet.rows[: len(mine)], micro_batches, strict=True):
+            last = micro_batch.index == mine[-1] and self.reducing is not None
+            self.replica.buffers.begin(alone=len(cut.sizes) == 1)
+            leaf = self._leaf(tree, micro_batch, loss, streamed=last)
+            self.moment("leaf")
+            if micro_batch.index == audited:
+                sheet.digest = digest(self._trainable, leaf)
+            sheet.fill(row, micro_batch, leaf, self._trainable)
+            self.outcomes.note(row)
+            if last and self.reducing is not None:
+                self.summing.collect_rest(tree, micro_batch.index, self.reducing.finished)
+            else:
+                self.summing.collect(tree, micro_batch.index)
+        if audited is not None and self._is_witness(cut, audited):
+            sheet.digest = self.testify(cut, audited)
+        self.moment("gather")
+        if self.reducing is not None:
+            self.reducing.everything()
+        message = sheet.signed(self.heard(), mine, self.clip_norm)
+        # The first unit is copied aside while the others are waited for.
+        prepare = partial(self.optimizer.prepare, cut.step)
+        everyone = self.tiers.gather(message, FACTS, cut.step, prepare)
+        self._step = self.form.read(cut.step, everyone)
+        self.facts = self.form.learn(cut, self._step, everyone, audited)
+        return self.facts
+
+    def _leaf(
+        self, tree: TreeSum[int], micro_batch: MicroBatch, loss: LossFn, *, streamed: bool
+    ) -> Leaf:
+        """Compute a micro-batch; the last one's gradients are passed on as they come."""
+        during = nullcontext()
+        if streamed and self.reducing is not None:
+            during = self.summing.streamed(
+                tree, micro_batch.index, self.reducing.finished, at_once=self.overlap
+            )
+        return compute(
+            self.replica.model,
+            micro_batch,
+            loss,
+            seed=self.seed,
+            precision=self.precision,
+            during=during,
+        )
+
+    def _summed(self, step: int) -> None:
+        """The whole sum of a step is in this host's memory."""
+        self.keep.summed[:] = step + 1, self.world.local_ranks
+
+    def _is_witness(self, cut: Cut, index: int) -> bool:
+        """The worker after the one that this micro-batch is dealt to computes it too."""
+        ranges = deal(len(cut.sizes), self.speeds)
+        owner = next(rank for rank, r in enumerate(ranges) if index in r)
+        return self.world.rank == (owner + 1) % self.world.num_ranks != owner
+
+    def testify(self, cut: Cut, index: int) -> int:
+        """A digest of what this worker computes for a micro-batch, whoever it is dealt to."""
+        self.replica.buffers.begin(alone=len(cut.sizes) == 1)
+        leaf = self.auditor.again(cut, index)
+        self.moment("leaf")
+        found = digest(self._trainable, leaf)
+        for parameter in self._trainable:
+            parameter.grad = None
+        self.replica.buffers.show()  # what it did to them was not for the step
+        return found
+
+    def step(self) -> None:
+        assert self._step is not None, "backward comes first"
+        step, self._step = self._step, None
+        with torch.no_grad():
+            outcomes = self._gather_outcomes(step)
+            self.outcomes.commit(step, outcomes)
+            self.moment("update")
+            if self.reducing is None:
+                self._update(step)
+            else:
+                self._update_summed(step)
+            if self.world.leads_host:
+                self.keep.put_buffers(step.step + 1, self.replica.buffers.committed)
+            self.moment("share")
+            self.tiers.meet()
+
+    def _update(self, step: Tally) -> None:
+        """With everybody's partial sums, which are all on this host."""
+        parts = self._exchange(step)
+        factor = self._clip_factor(step, parts) if step.clip_norm is not None else 1.0
+        self.updating.update(step, parts, self.bounds[self.rank], factor)
+
+    def _update_summed(self, step: Tally) -> None:
+        """With the sum over all hosts."""
+
+        def norms() -> NDArray[np.float64]:
+            mine = self.updating.summed_norms(step, self.blocks[self.rank])
+            return self._gather_norms(step, mine)
+
+        self.updating.update_summed(step, self.updating.clip_factor(step, norms))
+
+    def _gather_outcomes(self, step: Tally) -> list[Bytes]:
+        """Everyone's outcomes of the buffers that are merged by value, if any changed."""
+        if step.leaves == self.world.num_ranks == 1 and not self.keep.journals:
+            return []  # in memory that outlives us: whoever mends must find them
+        message = self.outcomes.message(step, self.world.rank)
+        return [] if message is None else self.tiers.gather(message, OUTCOMES, step.step)
+
+    def _exchange(self, step: Tally) -> Parts:
+        """This worker's stretch of everybody's partial sums."""
+        counts = [len(subtrees(r, step.leaves)) for r in step.ranges]
+        return parts_of(self.tiers.exchange(counts, self.bounds), step)
+
+    def _clip_factor(self, step: Tally, parts: Parts) -> float:
+        """What the gradient is multiplied with. This worker's stretch of it is left in the sums."""
+        rank = self.rank
+        self.updating.finish_into_sums(step, parts, self.bounds[rank], self.spans[rank])
+        return self.updating.clip_factor(
+            step, lambda: self._gather_norms(step, self.updating.norms(self.blocks[rank]))
+        )
+
+    def _gather_norms(self, step: Tally, mine: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Of all blocks, each from the worker of this host that owns it."""
+        counts = [len(b) for b in self.blocks]
+        norms = np.zeros(max(counts))
+        norms[: len(mine)] = mine
+        everyone = self.tiers.gather_here(norms.view(np.uint8), NORMS, step.step)
+        rows = [m.view(np.float64)[:n] for m, n in zip(everyone, counts, strict=True)]
+        return np.concatenate(rows)
+
+    def close(self) -> None:
+        if self._tiers is not None:
+            self._tiers.close()
+            self._tiers = None

@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the members of a new view come to one state: afresh, as it was kept, or from one who has it.
+
+**When workers die.** Until the gather is complete nothing has been changed, and the step is
+computed again. After it, everything the step needs is in memory that outlives its workers: facts,
+partial sums (or, with several hosts, the whole sum), undo logs. So the first worker of the host
+mends: units that were being updated are put back, units that are behind are brought forward, and
+the step counts as taken by the view that computed its gradients. Nothing is computed twice.
+
+**When hosts die**, the others each hold the whole state, after the same step or (when somebody
+died while a step was shared) after two neighbouring ones. Those who are behind, or new, take
+everything from one who is not. A host that is taking over is void until it has all of it.
+
+Groups and schedule are each worker's own. Whoever is new reads a note of how they were once, and
+takes the schedule's steps since then.
+"""
+
+import json
+from collections.abc import Sequence
+from functools import partial
+
+import msgspec
+import numpy as np
+import torch
+
+from manyhands.training.collective.collective import FACTS, OUTCOMES, Bounds
+from manyhands.training.collective.two_level import Tiers
+from manyhands.training.state.layout import Unit, blocks, share_out, units
+from manyhands.training.state.param_groups import groups_to_json, restore, schedule_to_json
+from manyhands.training.state.replica import Replica
+from manyhands.training.state.sharded_optimizer import SharedOut
+from manyhands.training.state.undo_log import Keep
+from manyhands.training.sync.allreduce.buffer_outcomes import Outcomes
+from manyhands.training.sync.allreduce.partial_sums import parts_of
+from manyhands.training.sync.allreduce.step_facts import Form, Tally
+from manyhands.training.sync.allreduce.update import Updating
+from manyhands.training.sync.sync import Place
+from manyhands.values.errors import Broken
+
+
+class Regrouping:
+    def __init__(
+        self,
+        replica: Replica,
+        keep: Keep,
+        optimizer: SharedOut,
+        form: Form,
+        outcomes: Outcomes,
+        updating: Updating,
+    ) -> None:
+        self.replica, self.keep, self.optimizer = replica, keep, optimizer
+        self.form, self.outcomes, self.updating = form, outcomes, updating
+        self._current = False
+        """Whether groups and schedule here are those of `replica.step`."""
+
+    def regroup(self, place: Place, tiers: Tiers, mine: Sequence[Unit]) -> None:
+        """`mine` are the units that this worker updates from now on."""
+        world = place.world
+        begins = place.fresh is not None and world.host == 0
+        if begins:
+            self._begin(place, tiers, mine)
+        elif place.fresh is not None:
+            self._current = False
+        elif world.leads_host and self.keep.holds:
+            self._mend(tiers, world.local_rank)
+        if tiers.between is not None:
+            tiers.carry(lambda: self._level(place, tiers))
+        elif place.fresh is None and not tiers.many and not self.keep.holds:
+            raise Broken("nobody holds the state any more")
+        tiers.meet()
+        if not begins:
+            self._go_on(world.local_rank, mine)
+        self.note(place)
+
+    def note(self, place: Place) -> None:
+        """Groups and schedule as they are now, between steps: whoever joins later must know."""
+        if place.world.leads_host:
+            self.keep.put_note(self.replica.step, self._note())
+
+    def _begin(self, place: Place, tiers: Tiers, mine: Sequence[Unit]) -> None:
+        """On the first host, with what the replicas hold; the leader's model is what all start
+        from."""
+        assert place.fresh is not None
+        replica, world, step = self.replica, place.world, place.fresh
+        if world.leads:
+            replica.publish()
+            self.keep.reset(step)
+            self.keep.put_buffers(step, replica.buffers.committed)
+        tiers.meet()
+        replica.adopt()
+        replica.step, self._current = step, True
+        self.optimizer.regroup(world.local_rank, mine, step, fresh=True)
+        if place.entries is not None:
+            self.optimizer.load(place.entries())
+        self.optimizer.keep_extras(step)
+        tiers.meet()
+        self.note(place)
+
+    def _go_on(self, rank: int, mine: Sequence[Unit]) -> None:
+        """With what is kept."""
+        step, _ = self.keep.steps()
+        self.replica.adopt()
+        self._catch_up(step)
+        self.keep.get_buffers(step, self.replica.buffers.committed)
+        self.replica.buffers.show()
+        self.optimizer.regroup(rank, mine, step)
+
+    # ---- groups and schedule
+
+    def _catch_up(self, step: int) -> None:
+        """As they are after `step` steps."""
+        replica = self.replica
+        if not self._current:
+            found = self.keep.get_note()
+            assert found is not None, "a view that goes on follows one that began"
+            replica.step, note = found
+            self._take_note(note)
+            # The note may be older than a change that was made at its very step.
+            replica.change(replica.changes.get(replica.step, {}))
+        while replica.step < step:
+            replica.advance()
+
+    def _note(self) -> bytes:
+        replica = self.replica
+        groups, schedule = groups_to_json(replica.optimizer), schedule_to_json(replica.schedule)
+        return json.dumps([replica.step, groups, schedule]).encode()
+
+    def _take_note(self, note: bytes) -> None:
+        replica = self.replica
+        replica.step, groups, saved = json.loads(note)
+        restore(replica.optimizer, replica.schedule, groups=groups, saved=saved, step=replica.step)
+        self._current = True
+
+    # ---- after a death
+
+    def _mend(self, tiers: Tiers, rank: int) -> None:
+        """Bring everything that is kept to the end of the newest step that anybody began to take.
+
+        Idempotent: whoever mends can die too.
+        """
+        self.keep.repair()
+        low, high = self.keep.steps()
+        if low < high:
+            self._catch_up(low)
+            self._finish_step(tiers, rank, self._recall(tiers, low))
+        committed = self.replica.buffers.committed
+        if not self.keep.get_buffers(high, committed):
+            whole = self.keep.get_buffers(high - 1, committed)
+            assert whole, f"buffers of step {high - 1} are kept until those of {high} are"
+            told = tiers.recall(OUTCOMES, high - 1)
+            self.outcomes.commit(self._recall(tiers, high - 1), told)
+            self.keep.put_buffers(high, committed)
+        self.keep.summed[:] = 0
+
+    def _recall(self, tiers: Tiers, step: int) -> Tally:
+        return self.form.read(step, tiers.recall(FACTS, step))
+
+    def _finish_step(self, tiers: Tiers, rank: int, step: Tally) -> None:
+        """Update what the members of the view before this one did not get to."""
+        layout, cut, updating = self.replica.layout, self.optimizer.cut, self.updating
+        summed = int(self.keep.summed[0]) == step.step + 1
+        workers = int(self.keep.summed[1]) if summed else len(step.ranges)
+        spans = share_out(layout, workers, cut=cut)
+        behind = [
+            unit
+            for owned in spans
+            for unit in units(layout, owned, cut=cut)
+            if self.keep.done[unit.blocks[0]] == step.step
+        ]
+        every = [block for owned in spans for block in blocks(owned)]
+        norms = partial(updating.summed_norms, step) if summed else updating.norms
+        factor = updating.clip_factor(step, lambda: norms(every))
+        self.optimizer.regroup(rank, behind, step.step, own=True)
+        with torch.no_grad():
+            if summed:
+                updating.update_summed(step, factor)
+                return
+            parts = parts_of([tiers.left_by(r) for r in range(len(step.ranges))], step)
+            updating.update(step, parts, updating.whole, factor)
+
+    # ---- after the loss of a host, or when one is new
+
+    def _level(self, place: Place, tiers: Tiers) -> None:
+        """Between hosts: those who are behind take everything from one who is not."""
+        keep, here, between = self.keep, tiers.world.host, tiers.between
+        assert between is not None
+        holds = keep.holds and (place.fresh is None or here == 0)
+        reached = np.array([keep.steps()[0] if holds else -1], dtype=np.int64)
+        steps = [int(m.view(np.int64)[0]) for m in between.gather(reached.view(np.uint8))]
+        step, holder = max(steps), steps.index(max(steps))
+        if step < 0:
+            raise Broken("no host of this view holds the state any more")
+        if min(steps) == step:
+            return
+        receives = steps[here] < step
+        if receives:
+            keep.void()
+        note, extras = (b"", b"") if receives else (self._kept_note(), keep.pack_extras(step))
+        head = np.array([len(note), len(extras), int(keep.exists.any())], dtype=np.int64)
+        told = between.gather(head.view(np.uint8))[holder].view(np.int64).tolist()
+        text = torch.zeros(told[0] + told[1], dtype=torch.uint8)
+        if here == holder:
+            text[:] = torch.frombuffer(bytearray(note + extras), dtype=torch.uint8)
+        buffers = {d: torch.zeros_like(c) for d, c in self.replica.buffers.committed.items()}
+        if not receives:
+            keep.get_buffers(step, buffers)
+        lanes = [text, *self.replica.weights.values(), *buffers.values(), keep.exists]
+        if told[2]:
+            lanes += [*keep.slots.values(), *keep.scalars.values()]
+        for lane in lanes:
+            if lane.numel():
+                owned: list[Bounds] = [{lane.dtype: (0, 0)}] * len(steps)
+                owned[holder] = {lane.dtype: (0, len(lane))}
+                between.share({lane.dtype: lane}, owned)
+        if receives:
+            received = text.numpy().tobytes()
+            keep.take(step, buffers)
+            keep.unpack_extras(step, received[told[0] :])
+            at, words = msgspec.msgpack.decode(received[: told[0]], type=tuple[int, bytes])
+            keep.put_note(at, words)
+
+    def _kept_note(self) -> bytes:
+        found = self.keep.get_note()
+        assert found is not None, "who holds the state has a note"
+        return msgspec.msgpack.encode(found)

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From everybody's partial sums to new weights: finish the tree, clip, run the optimizer.
+
+It goes unit by unit, each under the optimizer's undo log, and is the same for a step that is taken
+and for the rest of one that others did not live to take.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from manyhands.training.collective.collective import Bounds, Lanes
+from manyhands.training.state.layout import Span, units
+from manyhands.training.state.memory import Memory
+from manyhands.training.state.sharded_optimizer import SharedOut, one_thread
+from manyhands.training.sync.allreduce.partial_sums import Finisher, Parts
+from manyhands.training.sync.allreduce.step_facts import Tally
+from manyhands.training.sync.clip import block_norms, coefficient, torch_coefficient
+from manyhands.training.sync.sync import Moment
+
+Blocks = Sequence[tuple[Span, int, int]]
+"""As `layout.blocks` gives them."""
+
+
+class Updating:
+    def __init__(
+        self, optimizer: SharedOut, memory: Memory, *, micro_batches: int, moment: Moment
+    ) -> None:
+        """`micro_batches`: of a full step."""
+        self.optimizer, self.layout = optimizer, optimizer.layout
+        self.micro_batches, self.moment = micro_batches, moment
+        self.finisher = Finisher()
+        self.sums: Lanes = {
+            dtype: memory.tensor(size, dtype=dtype)
+            if optimizer.weights[dtype].device.type == "cpu"
+            else torch.zeros(size, dtype=dtype, device=optimizer.weights[dtype].device)
+            for dtype, size in self.layout.trainable_sizes.items()
+        }
+        """Finished gradients, where they are needed before or beyond the update of a unit."""
+        self.whole: Bounds = {d: (0, size) for d, size in self.layout.trainable_sizes.items()}
+
+    def finish_into_sums(
+        self, step: Tally, parts: Parts, origin: Bounds, spans: Sequence[Span]
+    ) -> None:
+        """The gradient of these spans. `parts` begin at `origin`."""
+        for unit in units(self.layout, spans, cut=self.optimizer.cut):
+            total = self.finisher.finish(step, parts, origin, unit.bounds)
+            for dtype, (a, b) in unit.bounds.items():
+                self.sums[dtype][a:b].copy_(total[dtype])
+
+    def norms(self, blocks: Blocks) -> NDArray[np.float64]:
+        """Of what is in `sums`."""
+        return block_norms([self.sums[span.piece.dtype][a:b] for span, a, b in blocks])
+
+    def summed_norms(self, step: Tally, blocks: Blocks) -> NDArray[np.float64]:
+        """Of what hosts have summed up in `sums`: it has not been divided yet."""
+        lanes = [self.sums[span.piece.dtype][a:b] for span, a, b in blocks]
+        return block_norms([lane / step.total for lane in lanes] if step.weighted else lanes)
+
+    def clip_factor(self, step: Tally, norms: Callable[[], NDArray[np.float64]]) -> float:
+        """What the gradient is multiplied with; `norms()` gives those of all blocks, in order."""
+        if step.clip_norm is None:
+            return 1.0
+        if self.micro_batches > 1:
+            return coefficient(norms(), step.clip_norm)
+        # With a single micro-batch there is a single worker, and PyTorch's own norm.
+        pairs = zip(self.layout.trainable, step.touched, strict=True)
+        whole = [piece.view(self.sums[piece.dtype]) for piece, touched in pairs if touched]
+        return torch_coefficient(whole, step.clip_norm)
+
+    def update(self, step: Tally, parts: Parts, origin: Bounds, factor: float) -> None:
+        """Every unit that is worked on here, one after the other. `parts` begin at `origin`."""
+        optimizer = self.optimizer
+        with one_thread():
+            for k, work in enumerate(optimizer.works):
+                if k:
+                    self.moment("update")
+                unit = work.unit.bounds
+                if step.clip_norm is not None:
+                    gradient = {d: self.sums[d][a:b] for d, (a, b) in unit.items()}
+                else:
+                    gradient = self.finisher.finish(step, parts, origin, unit)
+                if factor < 1.0 or optimizer.cut == "nowhere":  # unknown ones may write to it
+                    gradient = self.finisher.scaled(gradient, factor)
+                optimizer.update(work, gradient, unit, step.touched, step.step)
+
+    def update_summed(self, step: Tally, factor: float) -> None:
+        """The same, when hosts have summed up the whole gradient in `sums`."""
+        optimizer = self.optimizer
+        with one_thread():
+            for k, work in enumerate(optimizer.works):
+                if k:
+                    self.moment("update")
+                unit = work.unit.bounds
+                gradient = {d: self.sums[d][a:b] for d, (a, b) in unit.items()}
+                if step.weighted:
+                    gradient = self.finisher.divided(gradient, step.total)
+                if factor < 1.0 or optimizer.cut == "nowhere":
+                    gradient = self.finisher.scaled(gradient, factor)
+                optimizer.update(work, gradient, unit, step.touched, step.step)

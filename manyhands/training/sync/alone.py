@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One worker and nobody to agree with: plain PyTorch, written to be obviously right.
+
+It is the reference that the other strategies are tested against. It keeps every micro-batch's
+gradient until the step, so it uses M times the gradient's memory.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from manyhands.accounting.micro_batches import Cut, MicroBatch, Node
+from manyhands.training.compute.micro_batch_gradient import Leaf, LossFn, compute
+from manyhands.training.state.layout import BLOCK, share_out, units
+from manyhands.training.state.memory import Memory
+from manyhands.training.state.module_buffers import Row
+from manyhands.training.state.optimizer_kinds import NOTHING_KEPT, how_to_cut
+from manyhands.training.state.replica import Replica
+from manyhands.training.state.sharded_optimizer import SharedOut, one_thread
+from manyhands.training.state.undo_log import Keep
+from manyhands.training.sync.canonical_sum import finish
+from manyhands.training.sync.clip import block_norms, coefficient, torch_coefficient
+from manyhands.training.sync.sync import CHANGING_NAMES, MIXED_WEIGHTS, Place, StepFacts
+from manyhands.values.config import TrainConfig
+from manyhands.values.errors import LossNotFinite, TaskError
+
+
+class Alone:
+    def __init__(
+        self,
+        replica: Replica,
+        train: TrainConfig,
+        *,
+        heard: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self.replica, self.heard, self.micro_batches = replica, heard, train.micro_batches
+        self.seed, self.precision = train.seed, train.precision
+        self.clip_norm = train.clip_norm
+        self.facts: StepFacts | None = None
+        how_to_cut(replica.optimizer)  # refuses what cannot be done
+        keep = Keep(replica.layout, replica.weights, {}, {}, {}, Memory(None), extras=True)
+        self.optimizer = SharedOut(
+            replica.optimizer,
+            replica.parameters,
+            replica.layout,
+            replica.weights,
+            keep,
+            "nowhere",
+            NOTHING_KEPT,
+        )
+        self._gradients: list[dict[str, Tensor]] = []
+        self._leaves: list[Leaf] = []
+        self._rows: list[Row] = []
+        self._outcomes: list[dict[str, Tensor]] = []
+        self._shares: list[float] = []
+        self.holds = False
+
+    def regroup(self, place: Place) -> None:
+        self.holds = True
+        if place.fresh is None:  # nobody died: it is the same worker, between two steps
+            return
+        self.replica.publish()
+        self.replica.adopt()
+        self.replica.step = place.fresh
+        (spans,) = share_out(self.replica.layout, 1, cut="nowhere")
+        everything = units(self.replica.layout, spans, cut="nowhere")
+        self.optimizer.regroup(0, everything, place.fresh)
+        if place.entries is not None:
+            self.optimizer.load(place.entries())
+
+    def note(self) -> None:
+        """There is nobody to tell."""
+
+    def testify(self, cut: Cut, index: int) -> int:
+        raise TaskError('train.sync = "alone" has no second worker to compare with.')
+
+    def indices(self, cut: Cut) -> range:
+        return range(len(cut.sizes))
+
+    def backward(self, cut: Cut, micro_batches: Iterable[MicroBatch], loss: LossFn) -> StepFacts:
+        replica = self.replica
+        for cleared in (self._gradients, self._leaves, self._rows, self._outcomes, self._shares):
+            cleared.clear()
+        for micro_batch in micro_batches:
+            replica.buffers.begin(alone=len(cut.sizes) == 1)
+            leaf = compute(
+                replica.model, micro_batch, loss, seed=self.seed, precision=self.precision
+            )
+            if not math.isfinite(leaf.loss):
+                raise LossNotFinite(0, cut.step, micro_batch.index, leaf.loss, ())
+            row = np.zeros(replica.buffers.row_width)
+            replica.buffers.end(row)
+            self._rows.append(row)
+            self._outcomes.append(replica.buffers.outcome())
+            self._leaves.append(leaf)
+            self._shares.append(micro_batch.share)
+            self._gradients.append(self._take_gradients())
+        return self._facts(cut)
+
+    def _take_gradients(self) -> dict[str, Tensor]:
+        taken: dict[str, Tensor] = {}
+        for name, parameter in self.replica.parameters.items():
+            if parameter.grad is not None:
+                grad = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+                same = grad.stride() == parameter.stride()
+                taken[name] = grad if same else torch.empty_like(parameter).copy_(grad).detach()
+                parameter.grad = None
+        return taken
+
+    def _facts(self, cut: Cut) -> StepFacts:
+        scales = self._scales()
+        total = sum(scales)
+        if len({leaf.weight is None for leaf in self._leaves}) > 1:
+            raise TaskError(MIXED_WEIGHTS)
+        if len({tuple(sorted(leaf.numbers)) for leaf in self._leaves}) > 1:
+            raise TaskError(CHANGING_NAMES)
+        if total == 0:
+            raise TaskError(f"all weights that the loss returned in step {cut.step} are 0.")
+        names = sorted({name for leaf in self._leaves for name in leaf.numbers})
+        pairs = list(zip(self._leaves, scales, strict=True))
+        numbers = {n: sum(x.numbers.get(n, 0.0) * w for x, w in pairs) / total for n in names}
+        loss = sum(leaf.loss * w for leaf, w in pairs) / total
+        self.facts = StepFacts(cut.step, loss, sum(cut.sizes), self.heard(), numbers)
+        return self.facts
+
+    def _scales(self) -> list[float]:
+        weights = [leaf.weight for leaf in self._leaves]
+        return [s if w is None else w for w, s in zip(weights, self._shares, strict=True)]
+
+    def step(self) -> None:
+        replica = self.replica
+        leaves = len(self._leaves)
+        weighted = self._leaves[0].weight is not None
+        total = sum(self._scales())
+        for name, parameter in replica.parameters.items():
+            found = [g.get(name) for g in self._gradients]
+            some = next((g for g in found if g is not None), None)
+            if some is None:
+                continue
+            filled = [g if g is not None else some.new_zeros(some.shape) for g in found]
+            parts = [(Node(i, 0), gradient) for i, gradient in enumerate(filled)]
+            parameter.grad = finish(parts, leaves, lambda a, b: a + b)
+            if weighted:
+                parameter.grad /= total
+        self._clip()
+        with one_thread():
+            replica.optimizer.step()
+        replica.optimizer.zero_grad()
+        self._commit_buffers()
+
+    def _clip(self) -> None:
+        if self.clip_norm is None:
+            return
+        order = (self.replica.parameters[p.name].grad for p in self.replica.layout.trainable)
+        gradients = [g for g in order if g is not None]
+        if self.micro_batches == 1:
+            factor = torch_coefficient(gradients, self.clip_norm)
+        else:
+            pieces = [b for g in gradients for b in _in_memory_order(g).split(BLOCK)]
+            factor = coefficient(block_norms(pieces), self.clip_norm)
+        for gradient in gradients:
+            gradient.mul_(factor)
+
+    def _commit_buffers(self) -> None:
+        buffers, rows = self.replica.buffers, np.stack(self._rows)
+        if len(rows) == 1:
+            buffers.commit_alone()
+            return
+        buffers.commit_norms(rows)
+        if changed := {piece.name for piece in buffers.changed(rows)}:
+            outcomes = [{k: v for k, v in o.items() if k in changed} for o in self._outcomes]
+            buffers.commit_others(self.replica.step, outcomes, self._shares)
+
+    def close(self) -> None: ...
+
+
+def _in_memory_order(gradient: Tensor) -> Tensor:
+    """All elements as one vector, in the order in which they lie in memory."""
+    order = sorted(range(gradient.dim()), key=gradient.stride, reverse=True)
+    return gradient.permute(order).reshape(-1)

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How workers come to agree on one set of weights."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from manyhands.accounting.micro_batches import Cut, MicroBatch
+from manyhands.training.compute.micro_batch_gradient import Leaf, LossFn
+from manyhands.training.state.sharded_optimizer import Entry, SharedOut
+from manyhands.values.world import World
+
+CHANGING_NAMES = (
+    "the loss returned differently named numbers for different micro-batches of a step. Return the "
+    "same names every time."
+)
+MIXED_WEIGHTS = "the loss returned a weight for some micro-batches and none for others."
+
+
+@dataclass(frozen=True, slots=True)
+class StepFacts:
+    """What all workers know about a step once its gradients are in place; equal on all of them."""
+
+    step: int
+    """Of steps, how many were done before this one."""
+    loss: float
+    records: int
+    agreed: int
+    """Number of the last command that every worker has heard."""
+    numbers: Mapping[str, float] = field(default_factory=dict[str, float])
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A worker's place in a view, as its strategy needs to know it."""
+
+    world: World
+    generation: int
+    speeds: tuple[float, ...]
+    addresses: tuple[str, ...] = ()
+    """Where each host is reached by the others."""
+    measure: bool = False
+    """Measure the network between hosts first."""
+    fresh: int | None = None
+    """Begin after this many steps, with what the replica holds; None: go on where others were."""
+    entries: Callable[[], Iterable[Entry]] | None = None
+    """With `fresh`: the optimizer's state, from a checkpoint."""
+
+
+class Auditor(Protocol):
+    """Who has a micro-batch of a step computed twice, by two workers, before the step is taken."""
+
+    def index(self, cut: Cut) -> int | None:
+        """Which one; None: none of this step."""
+        ...
+
+    def again(self, cut: Cut, index: int) -> Leaf:
+        """Compute it here; its gradients are left in the parameters."""
+        ...
+
+
+Moment = Callable[[str], None]
+"""Told when a step comes to a "leaf", the "gather", the "update" or the "share": where faults
+strike."""
+
+
+class Sync(Protocol):
+    """How workers come to agree. The loop calls `backward` and `step` once per optimizer step, in
+    that order, on every worker.
+
+    `regroup` comes first, and again whenever the members change: between steps, or after `Broken`
+    was raised out of any other call. When `step` returns, this worker may read the new weights;
+    whether the others are at the same step is the strategy's promise, and its docstring says which.
+    """
+
+    optimizer: SharedOut
+    """This worker's part of the optimizer: what it must save."""
+    clip_norm: float | None
+    facts: StepFacts | None
+    """Of the last step whose gradients were in place."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether there is state in memory to go on from, whoever put it there."""
+        ...
+
+    def regroup(self, place: Place) -> None:
+        """Take a new place. On return all have the same weights, and `replica.step` says after how
+        many steps; a step that was being taken when somebody died has been finished."""
+        ...
+
+    def note(self) -> None:
+        """Groups or schedule were changed between steps, on every worker."""
+        ...
+
+    def indices(self, cut: Cut) -> range:
+        """Which micro-batches of a step are this worker's."""
+        ...
+
+    def backward(self, cut: Cut, micro_batches: Iterable[MicroBatch], loss: LossFn) -> StepFacts:
+        """Compute this worker's micro-batches (in index order) and learn the step's facts."""
+        ...
+
+    def step(self) -> None:
+        """Finish the gradient and update the weights and buffers."""
+        ...
+
+    def testify(self, cut: Cut, index: int) -> int:
+        """A digest of what this worker computes for a micro-batch; nothing else changes."""
+        ...
+
+    def close(self) -> None: ...

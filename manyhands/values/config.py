@@ -1,0 +1,403 @@
+# SPDX-License-Identifier: Apache-2.0
+"""RunConfig: frozen data with its manual underneath each field.
+
+One way in: a TOML file (or the dataclass itself), then `--set section.key=value`, then nothing.
+A section left out means the feature is off. Errors name the key and, when it is misspelt, the
+nearest right one. No default depends on the number of workers: it must not change the result.
+"""
+
+import difflib
+import math
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from manyhands.values.errors import ConfigError
+
+
+def _at_least(section: str, name: str, value: float | None, least: float, cure: str = "") -> None:
+    if value is not None and not value >= least:
+        raise ConfigError(f"{section}.{name} must be at least {least}, got {value}. {cure}".strip())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainConfig:
+    batch: int = 128
+    """Records per optimizer step, over all workers together."""
+
+    micro_batch: int | None = None
+    """Records per forward pass: the unit that is dealt to workers. Must divide `batch`, and is part
+    of the result (the number of workers is not). Left out: an eighth of the batch where that is
+    whole, else the nearest larger power-of-two part."""
+
+    epochs: int | None = None
+    """Passes over the data. Give this or `steps`; with neither, one epoch."""
+
+    steps: int | None = None
+    """Optimizer steps, instead of epochs."""
+
+    seed: int = 0
+    """Of weights, order of records and all randomness in training."""
+
+    clip_norm: float | None = None
+    """Gradients whose global norm is larger are scaled down to it."""
+
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """"bf16" runs forward under autocast. "fp16" would need a loss scaler and is refused."""
+
+    threads: int = 1
+    """Threads in each worker. Part of the result: it changes how a matrix product is rounded."""
+
+    device: Literal["cpu", "cuda"] = "cpu"
+    """"cuda" gives each worker the GPU of its rank on the host. Written, not tried."""
+
+    sync: Literal["allreduce", "alone"] = "allreduce"
+    """How workers agree. "alone" is one worker and plain PyTorch: the reference."""
+
+    collective: Literal["auto", "shared", "sockets", "mpi", "gloo", "nccl"] = "auto"
+    """How bytes move. Every choice gives the same bits; "auto" says which it took and why. With
+    "sockets" (and "auto") and "mpi", workers of a host share its memory, and hosts speak over that
+    network; with "gloo" and "nccl" every worker has memory of its own."""
+
+    overlap: bool = True
+    """Between hosts: send gradients while the last micro-batch is still being computed."""
+
+    start_from: str | None = None
+    """Weights to begin with: another run's folder, or a safetensors file."""
+
+    audit_every: int | None = None
+    """After this many steps, compute one micro-batch a second time, on another worker, and compare
+    every bit. A worker that computes wrongly is named and replaced."""
+
+    def __post_init__(self) -> None:
+        _at_least("train", "batch", self.batch, 1)
+        _at_least("train", "micro_batch", self.micro_batch, 1)
+        _at_least("train", "epochs", self.epochs, 1)
+        _at_least("train", "steps", self.steps, 1)
+        _at_least("train", "threads", self.threads, 1)
+        _at_least("train", "audit_every", self.audit_every, 1)
+        if self.clip_norm is not None and not 0 < self.clip_norm < math.inf:
+            raise ConfigError(
+                f"train.clip_norm must be a positive number, got {self.clip_norm}. "
+                "To train without clipping, leave it out."
+            )
+        if not 0 <= self.seed < 2**63:
+            raise ConfigError(f"train.seed must be between 0 and 2**63 - 1, got {self.seed}.")
+        if self.micro_batch is not None and self.batch % self.micro_batch:
+            raise ConfigError(
+                f"train.batch ({self.batch}) is not divisible by train.micro_batch "
+                f"({self.micro_batch}). {_divisors_near(self.batch, self.micro_batch)}"
+            )
+        if self.epochs is not None and self.steps is not None:
+            raise ConfigError("train.epochs and train.steps are both set; leave one of them out.")
+        if self.precision == "fp16":
+            raise ConfigError(
+                'train.precision = "fp16" needs a loss scaler, whose skipped steps are not exact '
+                'yet. Use "bf16" (same speed where the hardware has it, no scaler) or "fp32".'
+            )
+        if self.device == "cpu" and self.collective == "nccl":
+            raise ConfigError(
+                'train.collective = "nccl" needs train.device = "cuda"; on the CPU use "shared", '
+                '"sockets", "gloo" or "auto".'
+            )
+        if self.device == "cuda" and self.collective not in ("auto", "nccl"):
+            raise ConfigError(
+                f'train.collective = "{self.collective}" works on the CPU; with train.device = '
+                '"cuda" use "nccl" or "auto".'
+            )
+
+    @property
+    def micro_batch_size(self) -> int:
+        return self.micro_batch or self.batch // math.gcd(self.batch, 8)
+
+    @property
+    def micro_batches(self) -> int:
+        """M: how many leaves the sum of a full step has, and so the most workers it can use."""
+        return self.batch // self.micro_batch_size
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointConfig:
+    every_steps: int = 500
+    """Save after this many optimizer steps. The last step is always saved."""
+
+    keep_last: int = 3
+    """How many committed steps stay on disk; older ones are deleted after a commit."""
+
+    keep_best: str | None = None
+    """Also keep the step with the best held-out score: its name, as in "accuracy" (largest is
+    best), "loss" (smallest is best), or "error:min" to say so."""
+
+    def __post_init__(self) -> None:
+        _at_least(
+            "checkpoint",
+            "every_steps",
+            self.every_steps,
+            1,
+            "To save the last step only, leave out the [checkpoint] section.",
+        )
+        _at_least("checkpoint", "keep_last", self.keep_last, 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluateConfig:
+    every_steps: int | None = None
+    """Score the held-out records after this many steps; left out, once per epoch."""
+
+    stop_early: int | None = None
+    """Stop after this many evaluations in a row without a better score."""
+
+    by: str = "loss"
+    """The score that decides about stopping: "loss", "accuracy", "error:min", ..."""
+
+    batch: int | None = None
+    """Records per forward pass; left out, train.micro_batch. Part of the (last bits of the) scores,
+    the number of workers is not."""
+
+    def __post_init__(self) -> None:
+        _at_least("evaluate", "every_steps", self.every_steps, 1)
+        _at_least("evaluate", "stop_early", self.stop_early, 1)
+        _at_least("evaluate", "batch", self.batch, 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogConfig:
+    every_steps: int = 10
+    """Write the loss and the numbers returned beside it after this many steps."""
+
+    csv: bool = False
+    """Also to metrics.csv in the run folder."""
+
+    tensorboard: bool = False
+    """Also for TensorBoard, in the run folder's tensorboard/ (pip install tensorboard)."""
+
+    def __post_init__(self) -> None:
+        _at_least("log", "every_steps", self.every_steps, 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecoveryConfig:
+    silent_s: float = 3.0
+    """A worker that sends no heartbeat for so long is killed and replaced."""
+
+    host_s: float = 2.0
+    """A host that does not answer for so long is given up, and stops its workers by itself."""
+
+    stuck_s: float = 30.0
+    """A worker that lives but gets nothing done for so long (and for 10 times the usual time of a
+    micro-batch) is killed and replaced. Not in its first step."""
+
+    losses: int = 5
+    """Give up when members are lost more often than this without a step between."""
+
+    rebalance: bool = True
+    """Deal fewer micro-batches to slower workers. The result does not depend on it."""
+
+    def __post_init__(self) -> None:
+        _at_least("recovery", "silent_s", self.silent_s, 0.5)
+        _at_least("recovery", "host_s", self.host_s, 1.0)
+        _at_least("recovery", "stuck_s", self.stuck_s, 0.5)
+        _at_least("recovery", "losses", self.losses, 0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig:
+    fold: int | None = None
+    """Of data that was prepared with folds: which one is held out, from 0."""
+
+    transfer: Literal["auto", "direct", "peer", "replicate"] = "auto"
+    """How the shards of data behind a URL get here: "direct" fetches each when it is needed (as
+    "auto" does), "peer" does so from the host that keeps it, and only that one from the URL,
+    "replicate" fetches all of them before the first step."""
+
+    placement: Literal["hash", "block", "random", "balanced"] = "hash"
+    """With transfer = "peer", which host keeps which shards: "hash" moves few when hosts come and
+    go, "block" gives each consecutive ones, "random" as many to each, "balanced" as many bytes."""
+
+    cache: str | None = None
+    """The folder that keeps fetched shards, for all workers of a host. Left out: manyhands below
+    the user's cache directory ($XDG_CACHE_HOME or ~/.cache). If it is not there it is made, for its
+    owner alone."""
+
+    cache_limit: str | None = None
+    """How much that folder may hold, as in "20GB"; what was used least recently goes. Left out: no
+    limit, and nothing goes."""
+
+    def __post_init__(self) -> None:
+        _at_least("data", "fold", self.fold, 0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunConfig:
+    train: TrainConfig = field(default_factory=TrainConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    checkpoint: CheckpointConfig | None = None
+    """Left out: only the last step is saved."""
+    evaluate: EvaluateConfig | None = None
+    """Left out: held-out records, if there are any, are scored once at the end."""
+    log: LogConfig = field(default_factory=LogConfig)
+    recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
+
+    def with_settings(self, settings: Iterable[str]) -> "RunConfig":
+        """This config changed by `section.key=value` strings, as `--set` gives them."""
+        tree = to_dict(self)
+        for setting in settings:
+            path, sign, text = setting.partition("=")
+            section, dot, key = path.strip().partition(".")
+            if not (sign and dot and key):
+                raise ConfigError(
+                    f"--set {setting}: write it as section.key=value, as in --set train.batch=512."
+                )
+            if path.strip() in _INSTEAD:  # a length given here replaces the other kind of length
+                tree.get("train", {}).pop(_INSTEAD[path.strip()], None)
+            tree.setdefault(section, {})[key] = _value(text.strip())
+        return from_dict(tree)
+
+
+_INSTEAD = {"train.steps": "epochs", "train.epochs": "steps"}
+
+
+SECTIONS: dict[str, type] = {
+    "train": TrainConfig,
+    "data": DataConfig,
+    "checkpoint": CheckpointConfig,
+    "evaluate": EvaluateConfig,
+    "log": LogConfig,
+    "recovery": RecoveryConfig,
+}
+
+LIVE = (
+    "train.clip_norm",
+    "checkpoint.every_steps",
+    "checkpoint.keep_last",
+    "evaluate.every_steps",
+    "log.every_steps",
+)
+"""Settings that may change while a run goes on; beside them, the optimizer's hyper-parameters."""
+
+
+def read_changes(settings: Iterable[str]) -> dict[str, Any]:
+    """`manyhands set`'s arguments: lr=3e-4 weight_decay=0.1 train.clip_norm=1 log.every_steps=5."""
+    changes: dict[str, Any] = {}
+    for setting in settings:
+        name, sign, text = (part.strip() for part in setting.partition("="))
+        if not sign or not name or not text:
+            raise ConfigError(f"{setting}: write it as name=value, as in lr=3e-4.")
+        if name == "clip_norm":
+            name = "train.clip_norm"
+        if "." in name and name not in LIVE:
+            raise ConfigError(
+                f"{name} cannot change while a run goes on{_nearest(name, LIVE)} "
+                "The optimizer's own (lr, weight_decay, ...) have no section."
+            )
+        changes[name] = _value(text)
+    return changes
+
+
+def live_settings(changes: Mapping[str, Any]) -> list[str]:
+    """Those of the changes that are config, as `with_settings` takes them."""
+    return [f"{name}={_toml_value(value)}" for name, value in changes.items() if "." in name]
+
+
+def from_dict(tree: Mapping[str, Any]) -> RunConfig:
+    """A config from nested mappings, as TOML gives them. Unknown keys and wrong types are named."""
+    sections: dict[str, Any] = {}
+    for name, values in tree.items():
+        if name not in SECTIONS:
+            raise ConfigError(f"there is no section [{name}]{_nearest(name, SECTIONS)}")
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"{name} is a section: write [{name}] and its settings below it.")
+        sections[name] = _section(name, dict(values))
+    return RunConfig(**sections)
+
+
+def from_toml(text: str, *, where: str) -> tuple[RunConfig, str | None]:
+    """Config, and the `task = "..."` at the top of the file if there is one."""
+    try:
+        tree = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{where} is not valid TOML: {error}") from error
+    task = tree.pop("task", None)
+    if task is not None and not isinstance(task, str):
+        raise ConfigError(f'{where}: write the task as task = "file.py", at the top of the file.')
+    try:
+        return from_dict(tree), task
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def read_toml(path: Path) -> tuple[RunConfig, str | None]:
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+    return from_toml(text, where=str(path))
+
+
+def to_dict(config: RunConfig) -> dict[str, dict[str, Any]]:
+    """Without the settings that are absent (TOML has no null)."""
+    return {
+        name: {key: value for key, value in section.items() if value is not None}
+        for name, section in asdict(config).items()
+        if section is not None
+    }
+
+
+def to_toml(config: RunConfig, *, task: str | None = None) -> str:
+    lines = [f"task = {_toml_value(task)}", ""] if task else []
+    for name, section in to_dict(config).items():
+        lines.append(f"[{name}]")
+        lines += [f"{key} = {_toml_value(value)}" for key, value in section.items()]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _section(name: str, values: dict[str, Any]) -> Any:
+    section = SECTIONS[name]
+    known = [f.name for f in fields(section)]
+    for key in values:
+        if key not in known:
+            raise ConfigError(f"[{name}] has no setting '{key}'{_nearest(key, known)}")
+    try:
+        return msgspec.convert(values, section)
+    except msgspec.ValidationError as error:
+        if isinstance(error.__cause__, ConfigError):
+            raise error.__cause__ from None
+        text, _, path = str(error).partition(" - at `$.")
+        key = path.rstrip("`")
+        expected = text.partition(", got")[0]
+        raise ConfigError(f"{name}.{key}: {expected}, got {values.get(key)!r}.") from None
+
+
+def _nearest(word: str, known: Iterable[str]) -> str:
+    known = list(known)
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f"; did you mean '{close[0]}'?" if close else f". There are: {', '.join(known)}."
+
+
+def _value(text: str) -> Any:
+    """A --set value: TOML where it parses (3, 0.5, true, "x"), otherwise the string itself."""
+    try:
+        return tomllib.loads(f"v = {text}")["v"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return msgspec.json.encode(value).decode()  # a JSON string is a TOML basic string
+    return repr(value)
+
+
+def _divisors_near(batch: int, micro_batch: int) -> str:
+    divisors = [d for d in range(1, batch + 1) if batch % d == 0]
+    below = max(d for d in divisors if d <= micro_batch) if micro_batch <= batch else batch
+    above = min((d for d in divisors if d >= micro_batch), default=batch)
+    nearest = f"{below} or {above}" if below != above else str(below)
+    return f"Set train.micro_batch to {nearest}."

@@ -1,0 +1,336 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What supervisor and workers say to each other. Plain typed data; every message has a generation.
+
+A worker speaks: Hello → (View) → Begun → Beat*, Part*, Scored*, Written* → Ready → (View) ... and
+at the end Left, or Trouble. Its line stamps the generation of its view on everything it sends.
+
+The supervisor answers with Views, a Reply to each round of Parts, and two ways to make a new view
+possible: Halt (leave the loop after the next step that all agree on: nothing is computed in vain)
+and Break (stop waiting for somebody who is gone).
+"""
+
+from typing import Any
+
+import msgspec
+
+from manyhands.values.world import World
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    generation: int = 0
+
+
+class Member(msgspec.Struct, frozen=True):
+    """A worker that is in: `worker` is its number for life, `rank` its place in this view."""
+
+    worker: int
+    rank: int
+    pid: int
+    host: str
+
+
+class Keeper(msgspec.Struct, frozen=True):
+    """A folder of shards that is served to all hosts."""
+
+    cache: str
+    """Hosts that share the folder have the same."""
+    host: str
+    address: str
+
+
+# ---- from a worker
+
+
+class Hello(Message, frozen=True):
+    """Everything is built; what it looks like is for the others to compare."""
+
+    worker: int
+    pid: int
+    host: str
+    built: bytes
+    door: str = ""
+    """Where workers of other hosts reach it."""
+    cache: str = ""
+    """Which folder of shards it serves to other hosts, if it does, ..."""
+    shards: str = ""
+    """... and where."""
+
+
+class Begun(Message, frozen=True):
+    """From the leader: the view is in force, after this many steps."""
+
+    worker: int
+    step: int
+    groups: list[dict[str, Any]]
+    """The optimizer's hyper-parameters, as far as they are plain."""
+    schedule: list[str] = []
+    """The kinds of schedule that act on them."""
+
+
+class Ready(Message, frozen=True):
+    """Out of the loop, between steps or because others are gone; a new view can begin."""
+
+    worker: int
+    step: int
+    broken: bool
+    """It could not go on by itself."""
+    held: bool = False
+    """The state is whole in its memory: there is something to go on from."""
+    differs: tuple[int, int] | None = None
+    """Workers do not agree on this micro-batch (step, index)."""
+    lost: list[int] = []
+    """Hosts, by their number in the view, to which its connection failed."""
+
+
+class Leaving(Message, frozen=True):
+    """This worker was told to go (SIGTERM) and asks to hand over."""
+
+    worker: int
+
+
+class StepRecord(msgspec.Struct, frozen=True):
+    """A step as the leader logs it."""
+
+    step: int
+    epoch: float
+    loss: float
+    lr: float
+    records: int
+    numbers: dict[str, float] = {}
+
+
+class Measured(Message, frozen=True):
+    """From those who speak for their hosts: how far the others are."""
+
+    worker: int
+    links: list[tuple[int, float, float]]
+    """Host by its number in the view, seconds there and back, bytes per second each way."""
+    gradient_bytes: int
+
+
+class Beat(Message, frozen=True):
+    """Sent a few times a second from a thread of the worker."""
+
+    worker: int
+    step: int
+    samples_per_s: float
+    steps: list[StepRecord] = []
+    """From the leader: steps since its last beat that are to be logged."""
+    losses: list[tuple[int, float]] = []
+    """From the leader: of every step since its last beat."""
+    loss: float | None = None
+    records: int = 0
+    progress: int = 0
+    """Grows with everything this worker gets done."""
+    waiting: bool = False
+    """For others; then it is not its own fault that nothing is done."""
+    micro_batch_s: float = 0.0
+    """How long a micro-batch took lately; 0: not known yet."""
+    seasoned: bool = False
+    """It has been through a step: what takes long now is not the first time."""
+
+
+class Part(Message, frozen=True):
+    """This worker's share of a round called `round`; all shares go to the leader, or to all."""
+
+    worker: int
+    round: str
+    payload: bytes
+    to_all: bool = False
+
+
+class Scored(Message, frozen=True):
+    """From the leader: held-out scores. Every worker then waits for Reply `round`."""
+
+    worker: int
+    step: int
+    round: str
+    scores: dict[str, float]
+
+
+class SavedFile(msgspec.Struct, frozen=True):
+    name: str
+    size_bytes: int
+    sha256: str
+
+
+class Written(Message, frozen=True):
+    """This worker has written its files of a step. `attempt`: the generation that saved it."""
+
+    worker: int
+    step: int
+    attempt: int
+    files: list[SavedFile]
+    blocked_s: float
+
+
+class StoreFile(Message, frozen=True):
+    """A piece of a file of a step, from a host that does not see the run's folder."""
+
+    worker: int
+    number: int
+    step: int
+    attempt: int
+    name: str
+    offset: int
+    data: bytes
+    last: bool
+
+
+class ReadFile(Message, frozen=True):
+    """A piece of a file of the run is wanted, on a host that does not see its folder."""
+
+    worker: int
+    number: int
+    path: str
+    offset: int
+    size: int
+
+
+class Trouble(Message, frozen=True):
+    """The worker is about to end with an error."""
+
+    worker: int
+    step: int
+    kind: str
+    """The exception's class."""
+    text: str
+    """What happened, for people."""
+    trace: str
+    """The user's frames, innermost first."""
+    request: bool
+    """The request was wrong (exit code 2), not the run."""
+    ours: bool = False
+    """Raised by manyhands itself, which would raise it again."""
+    symptom: bool = False
+    """Another worker reports the cause."""
+    micro_batch: int | None = None
+    records: list[int] = []
+
+
+class Testimony(Message, frozen=True):
+    """In an audit: what this worker computed for a micro-batch, twice."""
+
+    worker: int
+    step: int
+    micro_batch: int
+    digests: list[int]
+
+
+class Notice(Message, frozen=True):
+    """Something a person should know that does not stop the run."""
+
+    worker: int
+    text: str
+
+
+class Left(Message, frozen=True):
+    """Training is done here; everything is written."""
+
+    worker: int
+    step: int
+    because: str
+    peak_memory_bytes: int
+    loss: float
+
+
+# ---- from the supervisor
+
+Settings = dict[str, Any]
+"""As `manyhands set` takes them: lr=3e-4, train.clip_norm=1, log.every_steps=5."""
+
+
+class View(Message, frozen=True):
+    """Who is in. The deal of micro-batches follows from the speeds. Who is not named leaves."""
+
+    members: list[Member]
+    speeds: list[float]
+    because: str
+    hosts: list[int] = []
+    """How many members share the memory of each host, in the order of ranks; empty: all do."""
+    doors: list[str] = []
+    """Where each host is reached by the others."""
+    keepers: list[Keeper] = []
+    """Where shards of prepared data are to be had."""
+    measure: bool = False
+    """Hosts first measure the network between them, and say Measured."""
+    fresh: bool = False
+    """Begin from the task or a checkpoint; otherwise go on from what members hold."""
+    restore: int | None = None
+    """With `fresh`: the checkpoint's step."""
+    built: list[bytes] = []
+    """What each member built, by rank."""
+    halts: int = 0
+    """How many Halts were sent before it."""
+    journal: dict[int, Settings] = {}
+    """All changes so far: after how many steps, and what."""
+    changes: Settings = {}
+    """New ones: wait for Reply `go-GENERATION` before the first step."""
+    scored: int = -1
+    """The last step that was scored."""
+    enough: str | None = None
+    """What those scores were a reason for: to stop early."""
+    saved: int = -1
+    """The last step that is on disk."""
+    stop: bool = False
+    """Save and end."""
+    audit: int | None = None
+    """First testify: everyone computes this micro-batch of the next step twice, and waits for
+    Reply `judged-GENERATION`."""
+
+    def rank_of(self, worker: int) -> int | None:
+        return next((m.rank for m in self.members if m.worker == worker), None)
+
+    def world_of(self, rank: int) -> World:
+        return World(rank, len(self.members), tuple(self.hosts))
+
+
+class Reply(Message, frozen=True):
+    """All parts of a round, by rank; empty for workers that only wait for the round to end."""
+
+    round: str
+    parts: list[bytes] = []
+    stop: str | None = None
+    """After scores: the reason to stop early."""
+
+
+class Answer(Message, frozen=True):
+    """To question `number` of one worker."""
+
+    number: int
+    data: bytes = b""
+    error: str = ""
+
+
+class Halt(Message, frozen=True):
+    """Command `number`: leave the loop after the next step that all agree on."""
+
+    number: int
+
+
+class Break(Message, frozen=True):
+    """Members of view `generation` are gone: stop waiting, at once."""
+
+
+FromWorker = (
+    Hello
+    | Begun
+    | Ready
+    | Leaving
+    | Measured
+    | Beat
+    | Part
+    | Scored
+    | Written
+    | StoreFile
+    | ReadFile
+    | Trouble
+    | Testimony
+    | Notice
+    | Left
+)
+FromSupervisor = View | Reply | Answer | Halt | Break
+
+encode = msgspec.msgpack.Encoder().encode
+decode_from_worker = msgspec.msgpack.Decoder(FromWorker).decode
+decode_from_supervisor = msgspec.msgpack.Decoder(FromSupervisor).decode

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every path of one run, and files that appear whole or not at all."""
+
+import fcntl
+import os
+import re
+import time
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from manyhands.values.errors import RunDirError
+
+
+@dataclass(frozen=True, slots=True)
+class RunDir:
+    """Every path of one run. Trainer, scheduler and dashboard meet only here."""
+
+    root: Path
+
+    @property
+    def config(self) -> Path:
+        return self.root / "config.toml"
+
+    @property
+    def task(self) -> Path:
+        return self.root / "task"
+
+    @property
+    def plan(self) -> Path:
+        return self.root / "plan.json"
+
+    @property
+    def events(self) -> Path:
+        return self.root / "events.jsonl"
+
+    @property
+    def ledger(self) -> Path:
+        return self.root / "ledger.jsonl"
+
+    @property
+    def status(self) -> Path:
+        return self.root / "status.json"
+
+    @property
+    def report(self) -> Path:
+        return self.root / "report.json"
+
+    @property
+    def verdict(self) -> Path:
+        return self.root / "verdict.json"
+
+    @property
+    def losses(self) -> Path:
+        return self.root / "losses.bin"
+
+    @property
+    def control(self) -> Path:
+        return self.root / ".control"
+
+    @property
+    def metrics(self) -> Path:
+        return self.root / "metrics.csv"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.root / "tensorboard"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    def step(self, step: int) -> Path:
+        return self.checkpoints / f"step-{step:08d}"
+
+    def log(self, rank: int) -> Path:
+        return self.root / "logs" / f"worker-{rank:02d}.log"
+
+    def create(self) -> "RunDir":
+        """Make the folder; refuse one that is there already, so that no run overwrites another."""
+        try:
+            self.root.parent.mkdir(parents=True, exist_ok=True)
+            self.root.mkdir()
+            for folder in (self.task, self.checkpoints, self.root / "logs"):
+                folder.mkdir()
+        except FileExistsError:
+            if not self.root.is_dir():
+                raise RunDirError(
+                    f"{self.root}: a file is in the way; give another --to."
+                ) from None
+            hint = "give another --to"
+            if self.config.exists():
+                hint = f"continue it with: manyhands resume {self.root} - or {hint}"
+            raise RunDirError(f"the run folder {self.root} already exists; {hint}.") from None
+        except OSError as error:
+            raise RunDirError(f"cannot create the run folder {self.root}: {error}") from error
+        return self
+
+
+@contextmanager
+def locked(run: RunDir) -> Generator[None]:
+    """One driver at a time. The kernel lets go when the process ends, however it ends."""
+    with open(run.root / ".lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunDirError(f"{run.root} is in use: another process is training in it.") from None
+        yield
+
+
+def open_run(root: Path) -> RunDir:
+    """An existing run, or an error that helps to find it."""
+    run = RunDir(root)
+    if not run.config.exists():
+        what = "does not exist" if not root.exists() else "is not a run folder (no config.toml)"
+        raise RunDirError(f"{root} {what}. See what there is with: manyhands runs")
+    return run
+
+
+def runs_under(root: Path) -> Iterator[RunDir]:
+    """Every run folder directly under `root`, oldest first."""
+    with suppress(OSError):
+        found = [RunDir(p) for p in root.iterdir() if (p / "config.toml").exists()]
+        yield from sorted(found, key=lambda run: run.config.stat().st_mtime)
+
+
+def new_run_path(root: Path, name: str) -> Path:
+    """A free folder name under `root`: what is trained, and when."""
+    stem = re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-.") or "run"
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    path, n = root / f"{stem}-{stamp}", 2
+    while path.exists():
+        path, n = root / f"{stem}-{stamp}-{n}", n + 1
+    return path
+
+
+def write_whole(path: Path, content: bytes | str, *, durable: bool = True) -> None:
+    """Readers see the old file or the new one, never half; if `durable`, also after a crash."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
+    data = content.encode() if isinstance(content, str) else content
+    try:
+        with open(draft, "wb") as file:
+            file.write(data)
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+        os.replace(draft, path)
+    except OSError:
+        with suppress(OSError):
+            draft.unlink()
+        raise
+    if durable:
+        sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames in `folder` durable."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

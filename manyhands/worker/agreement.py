@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Workers are compared with each other: what they have built, and what they compute."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from manyhands.accounting.micro_batches import Cut
+from manyhands.data.reading.records import Records, sampled_digest
+from manyhands.training.compute import micro_batch_gradient, nondeterminism
+from manyhands.training.state.optimizer_kinds import how_to_cut
+from manyhands.training.state.replica import Replica
+from manyhands.values.config import TrainConfig
+from manyhands.values.errors import TaskError
+from manyhands.worker.watched_feed import WatchedFeed
+
+
+class Built(msgspec.Struct, frozen=True):
+    """What a worker's model looks like."""
+
+    layout: str
+    marks: dict[str, int]
+    data: str
+
+
+def describe(replica: Replica, records: Records) -> bytes:
+    """For a worker that has just built these."""
+    marks = nondeterminism.marks(replica.parameters)
+    return msgspec.msgpack.encode(Built(replica.layout.digest, marks, sampled_digest(records)))
+
+
+def compare(described: Sequence[bytes]) -> list[Built]:
+    """Every worker must have built the same model, and have the same data."""
+    built = [msgspec.msgpack.decode(b, type=Built) for b in described]
+    for rank, other in enumerate(built):
+        if other.layout != built[0].layout:
+            raise TaskError(
+                f"the model that rank {rank} built has other tensors than rank 0's. A model "
+                "must not depend on the process that builds it, or on randomness of its own."
+            )
+        if other.data != built[0].data:
+            raise TaskError(
+                f"rank {rank} has other data than rank 0. The task file was run in each worker "
+                "(it holds something that cannot be pickled), so it must make the same data "
+                "each time: seed what it draws."
+            )
+    return built
+
+
+def notes(replica: Replica, data: Any, built: Sequence[Built]) -> list[str]:
+    """What a person should know before the first step: what may make results differ."""
+    found = nondeterminism.private_generators(replica.model, data)
+    cut, because = how_to_cut(replica.optimizer)
+    if cut == "nowhere" and len(built) > 1:
+        found.append(f"the optimizer's work is not shared out: {because}")
+    if (note := nondeterminism.unlike(built[0].marks, [b.marks for b in built])) is not None:
+        found.append(note)
+    return found
+
+
+class Recheck:
+    """An `Auditor`: of some steps one micro-batch is computed by two workers."""
+
+    def __init__(
+        self,
+        replica: Replica,
+        feed: WatchedFeed,
+        loss: micro_batch_gradient.LossFn,
+        train: TrainConfig,
+    ) -> None:
+        self.replica, self.feed, self.loss, self.train = replica, feed, loss, train
+
+    def index(self, cut: Cut) -> int | None:
+        every = self.train.audit_every
+        if every is None or (cut.step + 1) % every:
+            return None
+        return (cut.step + 1) // every % len(cut.sizes)
+
+    def again(self, cut: Cut, index: int) -> micro_batch_gradient.Leaf:
+        return micro_batch_gradient.compute(
+            self.replica.model,
+            self.feed.unwatched(cut, index),
+            self.loss,
+            seed=self.train.seed,
+            precision=self.train.precision,
+        )

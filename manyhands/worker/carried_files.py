@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of the run for a worker whose host does not see the run's folder: carried by the driver.
+
+Everything goes over the authenticated channel, a piece at a time. What is saved is written by the
+driver where the worker itself would have written it; what is read is copied into the host's own
+scratch folder first.
+"""
+
+import hashlib
+import shutil
+from collections import deque
+from collections.abc import Iterable
+from pathlib import Path
+
+from manyhands.checkpoint.commit import Buffer, FileRecord, Folder, Manifest
+from manyhands.launch.wire.channel import Line
+from manyhands.values.errors import ManyhandsError, RequestError
+from manyhands.values.messages import Answer, ReadFile, StoreFile
+from manyhands.values.rundir import RunDir
+
+PIECE_BYTES = 1 << 20
+WINDOW = 8
+"""Pieces that are on their way at a time."""
+
+
+class Carried:
+    """A Storage's `put`, over the line."""
+
+    def __init__(self, line: Line) -> None:
+        self.line = line
+
+    def put(self, step: int, attempt: int, name: str, chunks: Iterable[Buffer]) -> FileRecord:
+        digest, offset = hashlib.sha256(), 0
+        waiting: deque[int] = deque()
+
+        def send(data: bytes, last: bool) -> None:
+            while len(waiting) >= WINDOW or (last and waiting):
+                _check(self.line.answer(waiting.popleft()))
+            number = self.line.ask(
+                StoreFile(
+                    worker=self.line.pulse.worker,
+                    number=self.line.new_number(),
+                    step=step,
+                    attempt=attempt,
+                    name=name,
+                    offset=offset,
+                    data=data,
+                    last=last,
+                )
+            )
+            waiting.append(number)
+
+        for chunk in chunks:
+            view = memoryview(chunk).cast("B")
+            digest.update(view)
+            while view:
+                send(bytes(view[:PIECE_BYTES]), last=False)
+                offset += min(len(view), PIECE_BYTES)
+                view = view[PIECE_BYTES:]
+        send(b"", last=True)
+        _check(self.line.answer(waiting.popleft()))
+        return FileRecord(offset, digest.hexdigest())
+
+
+def fetch_step(line: Line, run: RunDir, step: int) -> Path:
+    """A committed step of the run, copied to this host; its bytes are checked. Every worker has a
+    copy of its own, and nothing in it is of another try."""
+    mine = RunDir(run.root / f"fetched-{line.pulse.worker}")
+    shutil.rmtree(mine.root, ignore_errors=True)
+    folder = mine.step(step)
+    folder.mkdir(parents=True)
+    name = folder.name
+    fetch(line, f"checkpoints/{name}/manifest.json", folder / "manifest.json")
+    storage = Folder(mine)
+    manifest: Manifest = storage.manifest(step)
+    for file in manifest.files:
+        fetch(line, f"checkpoints/{name}/{file}", folder / file)
+        storage.get(step, file)
+    return folder
+
+
+def fetch(line: Line, path: str, to: Path) -> None:
+    """A file of the run's folder, or (by its whole name) what the run starts from."""
+    with to.open("wb") as out:
+        while True:
+            number = line.ask(
+                ReadFile(
+                    worker=line.pulse.worker,
+                    number=line.new_number(),
+                    path=path,
+                    offset=out.tell(),
+                    size=PIECE_BYTES,
+                )
+            )
+            data = _check(line.answer(number))
+            line.pulse.progress += 1
+            if not data:
+                return
+            out.write(data)
+
+
+def _check(answer: Answer) -> bytes:
+    if answer.error:
+        raise OSError(f"on the driver's host: {answer.error}")
+    return answer.data
+
+
+class Files:
+    """The driver's end: what a worker may ask for, and nothing else."""
+
+    def __init__(self, run: RunDir, start_from: str | None) -> None:
+        self.run, self.storage, self.start_from = run, Folder(run), start_from
+
+    def serve(self, message: StoreFile | ReadFile) -> Answer:
+        try:
+            if isinstance(message, ReadFile):
+                return Answer(number=message.number, data=self._read(message))
+            self.storage.write_at(
+                message.step, message.attempt, message.name, message.offset, message.data
+            )
+            if message.last:
+                self.storage.settle(message.step, message.attempt, message.name)
+            return Answer(number=message.number)
+        except (OSError, ManyhandsError) as error:
+            return Answer(number=message.number, error=str(error))
+
+    def _read(self, message: ReadFile) -> bytes:
+        if self.start_from is not None and message.path == self.start_from:
+            path = Path(self.start_from)
+        else:
+            root = self.run.checkpoints.resolve()
+            path = (self.run.root / message.path).resolve()
+            if not path.is_relative_to(root):
+                raise RequestError(f"{message.path} is not a checkpoint of this run")
+        with path.open("rb") as file:
+            file.seek(message.offset)
+            return file.read(min(message.size, PIECE_BYTES))

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker's part of a checkpoint: what it writes, and how everything comes back."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from manyhands.checkpoint import contents
+from manyhands.checkpoint.commit import FileRecord, Folder
+from manyhands.checkpoint.saver import Content, Saver
+from manyhands.checkpoint.tensors import decode
+from manyhands.launch.wire.channel import Line
+from manyhands.training.state.param_groups import groups_to_json, restore, schedule_to_json
+from manyhands.training.state.replica import Replica
+from manyhands.training.state.sharded_optimizer import Entry, SharedOut
+from manyhands.values.errors import CheckpointDamaged, CheckpointMismatch, ConfigError
+from manyhands.values.messages import SavedFile, Written
+from manyhands.values.rundir import RunDir
+from manyhands.worker.carried_files import Carried
+
+
+def saver(run: RunDir, line: Line, moment: Callable[[str], None], *, shares: bool) -> Saver:
+    """Saves while training goes on, and tells the supervisor when a step is written. `shares`:
+    this host sees the run's folder."""
+
+    def written(step: int, attempt: int, files: dict[str, FileRecord], blocked_s: float) -> None:
+        moment("written")
+        listed = [SavedFile(name, f.size_bytes, f.sha256) for name, f in files.items()]
+        line.send(
+            Written(
+                worker=line.pulse.worker,
+                step=step,
+                attempt=attempt,
+                files=listed,
+                blocked_s=blocked_s,
+            )
+        )
+
+    def progress() -> None:
+        line.pulse.progress += 1
+
+    return Saver(Folder(run) if shares else Carried(line), written, progress)
+
+
+def optimizer_part(worker: int, optimizer: SharedOut) -> Content:
+    """The state of what this worker updates."""
+    entries = ((e.key, e.name, e.offset, e.value) for e in optimizer.entries())
+    return contents.optimizer_content(worker, entries)
+
+
+def common_part(replica: Replica) -> list[Content]:
+    """What all workers have alike, and one of them writes."""
+    state = {
+        "step": replica.step,
+        "optimizer": type(replica.optimizer).__name__,
+        "groups": groups_to_json(replica.optimizer),
+        "schedule": schedule_to_json(replica.schedule),
+    }
+    return [
+        contents.model_content(replica.tensors()),
+        contents.state_content(replica.passing_buffers(), state),
+    ]
+
+
+def load_model(replica: Replica, folder: Path) -> dict[str, Any]:
+    """Weights and buffers of a committed step; returns the rest of its state."""
+    replica.load(contents.read_model(folder), where=str(folder))
+    passing, state = contents.read_state(folder)
+    replica.buffers.load(passing)
+    return state
+
+
+def load_all(replica: Replica, folder: Path) -> None:
+    """A committed step of this run; what the optimizer keeps is read later (`entries_of`)."""
+    state = load_model(replica, folder)
+    kind = type(replica.optimizer).__name__
+    if state["optimizer"] != kind:
+        raise CheckpointMismatch(
+            f"{folder} was saved with {state['optimizer']}, the task now uses {kind}. "
+            "To keep the weights only, start a new run with train.start_from."
+        )
+    restore(
+        replica.optimizer,
+        replica.schedule,
+        groups=state["groups"],
+        saved=state["schedule"],
+        step=state["step"],
+    )
+    replica.step = state["step"]
+    replica.change(replica.changes.get(replica.step, {}))
+
+
+def load_weights(replica: Replica, file: str) -> None:
+    """Weights of another run, to start from."""
+    try:
+        tensors, _ = decode(Path(file))
+    except CheckpointDamaged as error:
+        raise ConfigError(f"train.start_from: {error}") from error
+    replica.load(tensors, where=file)
+
+
+def entries_of(folder: Path) -> Iterator[Entry]:
+    """What the optimizer kept, from however many workers."""
+    return (Entry(*e) for e in contents.read_optimizer(folder))

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a task is scored on its held-out records, while it trains and afterwards."""
+
+import math
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from manyhands.data.reading.feed import held_out_batches, on_device
+from manyhands.data.reading.records import Records, open_data
+from manyhands.evaluation import scores
+from manyhands.launch.wire.channel import Line
+from manyhands.training.compute import micro_batch_gradient
+from manyhands.training.compute.seeds import seed_everything
+from manyhands.training.state.memory import Memory
+from manyhands.training.state.replica import Replica, build_model
+from manyhands.values.config import RunConfig
+from manyhands.values.messages import Part, Scored
+from manyhands.values.task import Task
+from manyhands.values.world import World
+from manyhands.worker.checkpoint_part import load_model
+
+
+def evaluation_of(task: Task, config: RunConfig) -> scores.Evaluation:
+    assert task.loss is not None
+    return scores.Evaluation(
+        task.loss, micro_batch_gradient.read_loss, task.predict, task.scores, config.train.precision
+    )
+
+
+def evaluation_batch(config: RunConfig) -> int:
+    wanted = config.evaluate.batch if config.evaluate else None
+    return wanted or config.train.micro_batch_size
+
+
+def my_batches(
+    held_out: Records, config: RunConfig, world: World, device: torch.device
+) -> Iterator[tuple[int, int, Any]]:
+    """The batches that this rank scores: contiguous, near equal in number."""
+    size, rank, ranks = evaluation_batch(config), world.rank, world.num_ranks
+    count = math.ceil(len(held_out) / size)
+    mine: Iterable[int] = range(count * rank // ranks, count * (rank + 1) // ranks)
+    batches = held_out_batches(
+        held_out, batch=size, indices=mine, seed=config.train.seed, seeder=seed_everything
+    )
+    return ((i, n, on_device(b, device)) for i, n, b in batches)
+
+
+def measured(task: Task, config: RunConfig, folder: Path, world: World) -> list[scores.BatchResult]:
+    """This rank's part of the held-out records, scored with a saved step's weights."""
+    _, held_out = open_data(task.data, task.held_out, config.data)
+    assert held_out is not None and task.optimizer is not None
+    threads, cpu = torch.get_num_threads(), torch.device("cpu")
+    torch.set_num_threads(config.train.threads)  # part of the bits
+    try:
+        seed_everything(config.train.seed, "model")
+        model = build_model(task.model)
+        replica = Replica(model, task.optimizer(model), None, Memory(None), cpu)
+        load_model(replica, folder)
+        batches = my_batches(held_out, config, world, cpu)
+        return scores.measure(evaluation_of(task, config), model, batches)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def score_together(
+    evaluation: scores.Evaluation,
+    replica: Replica,
+    batches: Iterable[tuple[int, int, Any]],
+    line: Line,
+    *,
+    leads: bool,
+) -> str | None:
+    """Score the held-out records with the other workers; returns the reason to stop, if any."""
+    replica.buffers.show()
+    results = scores.measure(evaluation, replica.model, _watched(batches, line))
+    step, pulse = replica.step, line.pulse
+    round = f"evaluate-{step}"
+    line.send(Part(worker=pulse.worker, round=round, payload=scores.encode(results)))
+    if leads:
+        found = scores.combine(evaluation, scores.decode(line.reply(round).parts))
+        line.send(pulse.beat())  # the steps before the scores of the last of them
+        line.send(Scored(worker=line.pulse.worker, step=step, round=f"scores-{step}", scores=found))
+    return line.reply(f"scores-{step}").stop
+
+
+def _watched(batches: Iterable[tuple[int, int, Any]], line: Line) -> Iterator[tuple[int, int, Any]]:
+    for batch in batches:
+        line.stop_if_broken()
+        yield batch
+        line.pulse.progress += 1

@@ -1,0 +1,320 @@
+"""Noise at every port of a live run: strangers, other keys, and nonsense under the right one."""
+
+import json
+import random
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+
+import manyhands as mh
+from manyhands.driver.live.command_socket import Examine, ask
+from manyhands.driver.supervisor import Supervisor
+from manyhands.launch.engines.agent import Exit, Started
+from manyhands.launch.engines.launcher import Launcher
+from manyhands.launch.hosts import join_protocol
+from manyhands.launch.hosts.requested_hosts import Wish, open_cluster
+from manyhands.launch.wire.channel import Keys, OnlyThisKey, Switchboard
+from manyhands.launch.wire.refusals import Counts, Strangers, said
+from manyhands.stories import train as run_module
+from manyhands.values.credentials import Credentials, new_secret, read_token
+from manyhands.values.messages import Beat, FromWorker, Hello, Leaving, Left, Part, encode
+from manyhands.values.rundir import RunDir
+from tests.support.cluster import MANYHANDS
+
+PATIENCE_S = 60.0
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00CURVE" + bytes(15) + bytes(32)
+SETTINGS = ["train.batch=16", "train.steps=150", "log.every_steps=1"]
+TASK = """
+import time, torch, manyhands as mh
+from pathlib import Path
+x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+def loss(model, batch):
+    if Path({slow!r}).exists():
+        time.sleep(0.1)
+    return ((model(batch["x"])[:, 0] - batch["y"]) ** 2).mean()
+task = mh.Task(
+    model=lambda: torch.nn.Linear(8, 1),
+    loss=loss,
+    optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.01),
+    data={{"x": x, "y": x.sum(1)}},
+)
+"""
+
+
+def until(what: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + PATIENCE_S
+    while not (found := what()):
+        assert time.monotonic() < deadline, "it did not come to that"
+        time.sleep(0.02)
+    return found
+
+
+# ---- counting
+
+
+@contextmanager
+def guarded() -> Iterator[tuple["zmq.Socket[bytes]", Strangers, Credentials, int]]:
+    """A socket as ours are, with who is turned away there counted."""
+    credentials = Credentials.of(new_secret(), "test")
+    context = zmq.Context()
+    auth = ThreadAuthenticator(context)
+    auth.start()
+    only = OnlyThisKey(credentials.client_public)
+    auth.configure_curve_callback(domain="*", credentials_provider=only)
+    router = context.socket(zmq.ROUTER)
+    router.curve_server, router.linger = True, 0
+    router.curve_publickey = credentials.server_public
+    router.curve_secretkey = credentials.server_secret
+    strangers = Strangers(context, router)
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+    strangers.where = f"127.0.0.1:{port}"
+    try:
+        yield router, strangers, credentials, port
+    finally:
+        strangers.close()
+        router.close()
+        auth.stop()
+        context.term()
+
+
+@contextmanager
+def dealer(
+    port: int, server: bytes, public: bytes, secret: bytes, name: bytes = b""
+) -> Iterator["zmq.Socket[bytes]"]:
+    context = zmq.Context()
+    dealing = context.socket(zmq.DEALER)
+    dealing.linger = 1000
+    if name:
+        dealing.identity = name
+    dealing.curve_serverkey, dealing.curve_publickey, dealing.curve_secretkey = (
+        server,
+        public,
+        secret,
+    )
+    dealing.connect(f"tcp://127.0.0.1:{port}")
+    try:
+        yield dealing
+    finally:
+        dealing.close()
+        context.term()
+
+
+def throw(port: int, data: bytes) -> None:
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), 5) as stranger:
+        stranger.sendall(data)
+
+
+def test_strangers_are_counted_and_friends_are_not() -> None:
+    with guarded() as (router, strangers, credentials, port):
+
+        def counts() -> tuple[int, int]:
+            strangers.look()
+            return strangers.connections, strangers.keys
+
+        keys = credentials.server_public, credentials.client_public, credentials.client_secret
+        with dealer(port, *keys) as friend:
+            friend.send(b"hello")
+            until(lambda: router.poll(20))
+        throw(port, random.Random(1).randbytes(1000))
+        throw(port, GREETING + random.Random(1).randbytes(1000))
+        throw(port, b"")
+        until(lambda: counts() == (3, 0))
+        with dealer(port, credentials.server_public, *zmq.curve_keypair()):
+            until(lambda: counts() == (4, 1))
+        other = Credentials.of(new_secret(), "test")
+        with dealer(port, other.server_public, other.client_public, other.client_secret):
+            until(lambda: counts()[1] >= 2)
+        assert strangers.words() is None, "what comes within a second of the first is in it"
+        text = until(strangers.words)
+        assert re.fullmatch(
+            r"\d+ connections? with another key and 3 connections that did not speak our language "
+            rf"were refused at 127.0.0.1:{port}",
+            text,
+        )
+        strangers.count()
+        assert strangers.words() is None, "at most once in a while"
+
+
+def test_what_was_refused_in_words() -> None:
+    assert said(Counts(keys=3), "h:1") == "3 connections with another key were refused at h:1"
+    assert said(Counts(messages=1), "h:1") == "1 message that made no sense was refused at h:1"
+
+
+# ---- a run
+
+
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The supervisor and the switchboard of the next run, and all that was said to it."""
+    found: dict[str, Any] = {"said": []}
+
+    def supervisor(*arguments: Any, **named: Any) -> Supervisor:
+        found["supervisor"] = Supervisor(*arguments, **named)
+        return found["supervisor"]
+
+    def switchboard(address: str) -> Switchboard:
+        board = found["switchboard"] = Switchboard(address)
+        receive = board.receive
+
+        def recorded() -> list[FromWorker]:
+            messages = receive()
+            found["said"] += messages
+            return messages
+
+        board.receive = recorded  # type: ignore[method-assign]
+        return board
+
+    monkeypatch.setattr(run_module, "Supervisor", supervisor)
+    monkeypatch.setattr(run_module, "Switchboard", switchboard)
+    return found
+
+
+class Driving(threading.Thread):
+    """A run in a thread, whose steps are slow for as long as a file is there."""
+
+    def __init__(self, folder: Path, launcher: Launcher, workers: int) -> None:
+        super().__init__(name="driver", daemon=True)
+        self.slow, self.path = folder / "slow", folder / "run"
+        self.task = folder / "task.py"
+        self.slow.touch()
+        self.task.write_text(TASK.format(slow=str(self.slow)))
+        self.launcher, self.workers = launcher, workers
+        self.report: mh.Report | None = None
+
+    def run(self) -> None:
+        self.report = mh.train(
+            self.task,
+            to=self.path,
+            workers=self.workers,
+            settings=SETTINGS,
+            quiet=True,
+            launcher=self.launcher,
+        )
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        path = self.path / "events.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [e for e in map(json.loads, lines) if e["event"] == kind]
+
+    def finish(self) -> str:
+        self.slow.unlink(missing_ok=True)
+        self.join(PATIENCE_S)
+        assert self.report is not None
+        return self.report.fingerprint
+
+
+def raw_noise(port: int, lots: random.Random) -> None:
+    """A million bytes that mean nothing, some of which look as if they did."""
+    for _ in range(250):
+        throw(port, lots.choice((b"", b"manyhan1", GREETING, GREETING[:11])) + lots.randbytes(4000))
+    for _ in range(5):
+        other = Credentials.of(lots.randbytes(32), "join")
+        with dealer(port, other.server_public, *zmq.curve_keypair()) as stranger:
+            stranger.send(b"let me in", flags=zmq.NOBLOCK)
+
+
+def nonsense_at_the_gate(port: int, secret: bytes, lots: random.Random) -> None:
+    """From somebody who has the token."""
+    keys = Credentials.of(secret, "join")
+    with dealer(port, keys.server_public, keys.client_public, keys.client_secret) as insider:
+        for _ in range(100):
+            insider.send(lots.randbytes(lots.randrange(200)))
+        for tag in ("Want", "Echo", "Here", "Exit", "Nobody"):
+            fields = {"type": tag, "offset": -1, "number": 1 << 63, "slots": 0, "worker": 0}
+            insider.send(msgspec.msgpack.encode(fields))
+        for message in (
+            Exit(0, 1, -9),
+            Started(1, 1),
+            join_protocol.Logged(0, b"lies"),
+            join_protocol.Echo(9),
+        ):
+            insider.send(join_protocol.encode(message))
+        insider.send_multipart([b"", b"many", b"frames"])
+
+
+def nonsense_at_the_switchboard(keys: Keys, heard: list[FromWorker], lots: random.Random) -> None:
+    """From somebody who has the workers' key: nobody's messages, old ones, others' again."""
+    port = int(keys.address.rpartition(":")[2])
+    mine = keys.supervisor_public, keys.worker_public, keys.worker_secret
+    with dealer(port, *mine, name=b"worker-77") as insider:
+        for _ in range(100):
+            insider.send(lots.randbytes(lots.randrange(200)))
+        for number in (77, -1, 1 << 40):
+            insider.send(encode(Hello(worker=number, pid=1, host="x", built=b"")))
+            insider.send(encode(Beat(worker=number, step=10**9, samples_per_s=-1.0)))
+        last: dict[str, Any] = {"because": "", "peak_memory_bytes": 0, "loss": 0.0}
+        for generation in range(9):
+            insider.send(encode(Left(worker=0, step=1, generation=generation, **last)))
+            insider.send(encode(Leaving(worker=1, generation=generation)))
+            insider.send(encode(Part(worker=0, round="x", payload=b"x", generation=generation)))
+        for message in heard:
+            insider.send(encode(message))
+
+
+def test_noise_at_every_port_changes_nothing(
+    tmp_path: Path, captured: dict[str, Any], launcher: Launcher
+) -> None:
+    token = tmp_path / "token"
+    with ExitStack() as stack:
+        wish = Wish(hosts="here:1", listen="127.0.0.1", token_file=token)
+        cluster = open_cluster(wish)
+        port = cluster.gate.port
+        join = [*MANYHANDS, "worker", "--join", f"127.0.0.1:{port}", "--token-file", str(token)]
+        for name in ("b", "c"):
+            porter = subprocess.Popen([*join, "--name", name, "--slots", "1"], stderr=sys.stdout)
+            stack.callback(porter.wait, 30)
+        stack.callback(cluster.close)
+        driving = Driving(tmp_path, cluster, workers=3)
+        stack.callback(driving.finish)
+        driving.start()
+        until(lambda: any(len(e["members"]) == 3 for e in driving.events("Viewed")))
+        keys: Keys = captured["switchboard"].keys
+        doors = [w.door for w in captured["supervisor"].now.workers.values()]
+        ports = [int(a.rpartition(":")[2]) for a in (keys.address, *doors)]
+        noise = [
+            threading.Thread(target=raw_noise, args=(p, random.Random(p)), daemon=True)
+            for p in (port, *ports)
+        ]
+        lots, secret = random.Random(2), read_token(token)
+        for thread in noise:
+            thread.start()
+        nonsense_at_the_gate(port, secret, lots)
+        nonsense_at_the_switchboard(keys, list(captured["said"]), lots)
+        for thread in noise:
+            thread.join(PATIENCE_S)
+        # Doors are looked at when hosts meet: let them.
+        ask(RunDir(driving.path).control, Examine(), patience_s=PATIENCE_S)
+
+        def warned(where: str) -> list[str]:
+            texts = [e["text"] for e in driving.events("Warned")]
+            return [t for t in texts if f"refused at {where}" in t]
+
+        for where in (f"127.0.0.1:{port}", keys.address.removeprefix("tcp://"), doors[0]):
+            until(lambda where=where: warned(where))
+        mark = driving.finish()
+    calm = mh.train(
+        driving.task,
+        to=tmp_path / "calm",
+        workers=1,
+        settings=SETTINGS,
+        quiet=True,
+        launcher=launcher,
+    )
+    assert mark == calm.fingerprint
+    assert driving.report is not None and driving.report.recoveries == 0
+    assert not driving.events("Lost") and not driving.events("Exited")
+    at_the_gate = " ".join(warned(f"127.0.0.1:{port}"))
+    assert "with another key" in at_the_gate and "did not speak our language" in at_the_gate
+    assert "that made no sense" in at_the_gate

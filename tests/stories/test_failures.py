@@ -1,0 +1,201 @@
+"""When something fails: exit codes, a verdict that names the cause, nothing left behind."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+import manyhands as mh
+from manyhands.launch.engines.launcher import Launcher
+from manyhands.values.faults import FaultPlan
+from manyhands.values.rundir import RunDir
+from tests.support.tasks import ConvNet, classify, images, make
+
+SETTINGS = ["train.batch=32", "train.micro_batch=4", "train.steps=8", "checkpoint.every_steps=2"]
+
+
+def children(pid: int) -> list[str]:
+    out = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True, check=False)
+    return out.stdout.split()
+
+
+def verdict_of(launcher: Launcher, to: Path, **more: object) -> str:
+    task = more.pop("task", None) or make("cnn")
+    with pytest.raises(mh.RunFailed) as caught:
+        mh.train(
+            task,  # type: ignore[arg-type]
+            to=to,
+            workers=3,
+            settings=[*SETTINGS, *more.pop("settings", [])],  # type: ignore[misc]
+            quiet=True,
+            launcher=launcher,
+            **more,  # type: ignore[arg-type]
+        )
+    assert RunDir(to).verdict.exists()
+    agent = launcher.agent.pid  # type: ignore[attr-defined]
+    assert not children(agent), "workers are left"
+    return caught.value.verdict
+
+
+def bad_loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    if 77 in batch["i"].tolist():
+        raise ValueError("record 77 is no good")
+    return model(batch["x"]).mean()
+
+
+def nan_loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    poison = torch.where(batch["i"] == 50, torch.nan, 1.0)
+    return (model(batch["x"]).mean(1) * poison).mean()
+
+
+def numbered(loss: object, model: type[torch.nn.Module] = ConvNet) -> mh.Task:
+    return mh.Task(
+        model=model,
+        loss=loss,  # type: ignore[arg-type]
+        optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.01),
+        data={**images(), "i": torch.arange(101)},
+    )
+
+
+GIVE_UP = ["recovery.losses=0"]
+"""At the first loss; how losses are survived is in test_recovery."""
+
+
+def test_a_killed_worker(launcher: Launcher, tmp_path: Path) -> None:
+    faults = FaultPlan().kill(rank=1, at_step=5)
+    said = verdict_of(launcher, tmp_path / "run", faults=faults, settings=GIVE_UP)
+    assert "on rank 1: it was killed by signal 9 (SIGKILL)" in said
+    assert "step 4; continue: manyhands resume" in said
+
+
+def test_a_killed_worker_over_gloo(launcher: Launcher, tmp_path: Path) -> None:
+    faults = FaultPlan().kill(rank=2, at_step=3)
+    settings = [*GIVE_UP, "train.collective=gloo"]
+    said = verdict_of(launcher, tmp_path / "run", faults=faults, settings=settings)
+    assert "on rank 2: it was killed by signal 9" in said
+
+
+def test_a_worker_that_exits_without_a_word(launcher: Launcher, tmp_path: Path) -> None:
+    faults = FaultPlan().exit(rank=0, at_step=3)
+    said = verdict_of(launcher, tmp_path / "run", faults=faults, settings=GIVE_UP)
+    assert "on rank 0: it ended with exit code 0 without finishing" in said
+
+
+def test_memory_that_runs_out(launcher: Launcher, tmp_path: Path) -> None:
+    faults = FaultPlan().out_of_memory(rank=1, at_step=1)
+    said = verdict_of(launcher, tmp_path / "run", faults=faults, settings=GIVE_UP)
+    assert "memory ran out. Lower train.micro_batch" in said
+    assert "saved     nothing" in said
+
+
+def test_an_exception_in_user_code(launcher: Launcher, tmp_path: Path) -> None:
+    said = verdict_of(launcher, tmp_path / "run", task=numbered(bad_loss))
+    lines = said.splitlines()
+    assert "ValueError: record 77 is no good" in lines[0]
+    assert "test_failures.py" in lines[2] and "in bad_loss" in lines[2], "the user's frame on top"
+    assert "records" in said and "77" in said.split("records", 1)[1]
+
+
+def test_a_loss_that_is_nan(launcher: Launcher, tmp_path: Path) -> None:
+    said = verdict_of(launcher, tmp_path / "run", task=numbered(nan_loss))
+    assert "the loss is nan at step" in said and "micro-batch" in said
+    records = said.split("(records ")[1].split(")")[0].split(", ")
+    assert "50" in records and len(records) <= 4
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
+def test_a_full_disk_leaves_the_last_good_checkpoint(launcher: Launcher, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(disk)], check=True)
+    try:
+        said = verdict_of(launcher, disk / "run", settings=["checkpoint.keep_last=9"])
+        assert "the disk is full" in said
+        assert mh.fingerprint(disk / "run")
+        assert not list((disk / "run" / "checkpoints").glob(".*"))
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_an_integer_buffer_that_differs_is_named(launcher: Launcher, tmp_path: Path) -> None:
+    said = verdict_of(launcher, tmp_path / "run", task=numbered(count_large, Counting))
+    assert "the integer buffer 'seen'" in said
+
+
+class Counting(ConvNet):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+
+
+def count_large(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    model.seen += int((batch["i"] > 50).sum())
+    return model(batch["x"]).mean()
+
+
+def undecodable(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    raise ValueError("bad name caf\udce9")
+
+
+def test_an_exception_that_cannot_be_encoded(launcher: Launcher, tmp_path: Path) -> None:
+    said = verdict_of(launcher, tmp_path / "run", task=numbered(undecodable))
+    assert "ValueError: bad name caf" in said
+
+
+def test_a_score_that_fails_does_not_cost_the_weights(launcher: Launcher, tmp_path: Path) -> None:
+    task = mh.Task(
+        model=ConvNet,
+        loss=classify,
+        optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.01),
+        data=images(),
+        held_out=0.2,
+        predict=lambda m, b: (m(b["x"]), b["y"]),
+        scores={"wrong": lambda p, t: p.nothing},
+    )
+    said = verdict_of(launcher, tmp_path / "run", task=task)
+    assert "no attribute 'nothing'" in said and "step 8; continue" in said
+
+
+def changing(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> object:
+    name = "a" if 50 in batch["i"].tolist() else "b"
+    return model(batch["x"]).mean(), {name: 1.0}
+
+
+def test_numbers_whose_names_change_are_refused(launcher: Launcher, tmp_path: Path) -> None:
+    with pytest.raises((mh.RequestError, mh.RunFailed), match="differently named numbers"):
+        mh.train(
+            numbered(changing),
+            to=tmp_path / "run",
+            workers=2,
+            settings=SETTINGS,
+            quiet=True,
+            launcher=launcher,
+        )
+
+
+def failing_fetch(i: int) -> dict[str, torch.Tensor]:
+    if i == 5:
+        raise OSError("record 5 cannot be read")
+    return {"x": images()["x"][i], "y": torch.tensor(0)}
+
+
+class Fetching:
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+        return failing_fetch(i)
+
+
+def test_a_fetch_that_fails_names_its_records(launcher: Launcher, tmp_path: Path) -> None:
+    task = mh.Task(
+        model=ConvNet,
+        loss=classify,
+        optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.01),
+        data=Fetching(),
+    )
+    said = verdict_of(launcher, tmp_path / "run", task=task)
+    records = said.split("records ")[1].splitlines()[0].split(", ")
+    assert "5" in records and len(records) <= 4

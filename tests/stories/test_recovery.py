@@ -1,0 +1,340 @@
+"""Hands come and go, and the weights are the calm run's: every fault at every moment."""
+
+import itertools
+import json
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Callable, Generator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import manyhands as mh
+from manyhands.accounting import ledger
+from manyhands.accounting.proof import check
+from manyhands.launch.engines.agent import Exit
+from manyhands.launch.engines.launcher import Launcher, Local, create_segments
+from manyhands.values import events
+from manyhands.values.faults import FaultPlan
+from manyhands.values.rundir import RunDir
+from tests.support.tasks import make
+
+SETTINGS = ["train.batch=32", "train.micro_batch=4", "train.steps=10", "recovery.silent_s=1"]
+STEPS = 10
+
+Go = Callable[..., mh.Report]
+
+
+@pytest.fixture
+def go(launcher: Launcher, tmp_path: Path) -> Go:
+    def train(
+        faults: FaultPlan | None = None,
+        *settings: str,
+        workers: int | str = 3,
+        kind: str = "cnn",
+        name: str = "run",
+        scored: bool = False,
+    ) -> mh.Report:
+        task = make(kind)
+        report = mh.train(
+            replace(task, held_out=task.data) if scored else task,
+            to=tmp_path / name,
+            workers=workers,
+            settings=[*SETTINGS, *settings],
+            quiet=True,
+            launcher=launcher,
+            faults=faults,
+        )
+        proof = check(ledger.read(RunDir(Path(report.run)).ledger))
+        assert proof.ok, proof.problems
+        assert proof.steps == report.step
+        return report
+
+    return train
+
+
+@pytest.fixture(scope="module")
+def calm(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """The fingerprint of one undisturbed worker."""
+    known: dict[tuple[str, ...], str] = {}
+
+    def fingerprint(*settings: str, kind: str = "cnn") -> str:
+        key = (kind, *settings)
+        if key not in known:
+            report = mh.train(
+                make(kind),
+                to=tmp_path_factory.mktemp("calm") / "run",
+                workers=1,
+                settings=[*SETTINGS, *settings],
+                quiet=True,
+                launcher=launcher,
+            )
+            known[key] = report.fingerprint
+        return known[key]
+
+    return fingerprint
+
+
+def seen(report: mh.Report, kind: type) -> list[object]:
+    return [e for e in events.read_events(RunDir(Path(report.run)).events) if isinstance(e, kind)]
+
+
+MOMENTS = ("begin", "compute", "gather", "update", "share")
+
+
+@pytest.mark.parametrize("at", MOMENTS)
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_killed_worker(go: Go, calm: Callable[..., str], at: str, rank: int) -> None:
+    report = go(FaultPlan().kill(rank=rank, at_step=4, at=at), "train.clip_norm=0.5")
+    assert report.fingerprint == calm("train.clip_norm=0.5")
+    assert report.recoveries == 1
+
+
+@pytest.mark.parametrize("kind", ["lstm", "odd", "own", "augmented", "cnn-sgd"])
+def test_a_worker_killed_in_its_update(go: Go, calm: Callable[..., str], kind: str) -> None:
+    report = go(FaultPlan().kill(rank=1, at_step=4, at="update"), kind=kind)
+    assert report.fingerprint == calm(kind=kind)
+
+
+def test_a_killed_worker_over_gloo(go: Go, calm: Callable[..., str]) -> None:
+    for k, at in enumerate(("gather", "update", "share")):
+        faults = FaultPlan().kill(rank=k % 3, at_step=4, at=at)
+        report = go(faults, "train.collective=gloo", name=at)
+        assert report.fingerprint == calm()
+        assert report.recoveries == 1
+
+
+@pytest.mark.parametrize("at", ["begin", "gather", "update", "share"])
+def test_all_are_killed_at_once(go: Go, calm: Callable[..., str], at: str) -> None:
+    """The host's memory is intact: the run goes on from there, and nothing is read from disk."""
+    faults = FaultPlan()
+    for rank in range(3):
+        faults = faults.kill(rank=rank, at_step=4, at=at)
+    report = go(faults, "train.clip_norm=0.5")
+    assert report.fingerprint == calm("train.clip_norm=0.5")
+    views = seen(report, events.Viewed)
+    assert all(v.first_step >= 4 for v in views[1:])  # type: ignore[attr-defined]
+
+
+def test_all_are_killed_over_gloo_and_a_checkpoint_is_left(
+    go: Go, calm: Callable[..., str]
+) -> None:
+    faults = FaultPlan().kill(rank=0, at_step=5).kill(rank=1, at_step=5)
+    report = go(faults, "train.collective=gloo", "checkpoint.every_steps=3", workers=2)
+    assert report.fingerprint == calm()
+
+
+def test_the_only_worker(go: Go, calm: Callable[..., str]) -> None:
+    assert go(FaultPlan().kill(rank=0, at_step=4, at="update"), workers=1).fingerprint == calm()
+
+
+def test_two_at_once_and_the_newest_joiner(go: Go, calm: Callable[..., str]) -> None:
+    faults = FaultPlan().kill(rank=0, at_step=3, at="update").kill(rank=1, at_step=3, at="share")
+    for late in range(3, 6):  # replacements: killed as they take their place, whenever that is
+        for step in range(3, 10):
+            faults = faults.kill(rank=late, at_step=step, at="regroup")
+    report = go(faults)
+    assert report.fingerprint == calm()
+
+
+def test_killed_while_a_view_is_formed(go: Go, calm: Callable[..., str]) -> None:
+    """The leader of the recovery dies in it, and so does the next one."""
+    faults = FaultPlan().kill(rank=2, at_step=4, at="update")
+    faults = faults.kill(rank=0, at_step=4, at="regroup").kill(rank=1, at_step=4, at="regroup")
+    assert go(faults).fingerprint == calm()
+
+
+@pytest.mark.parametrize("at", ["save", "written"])
+@pytest.mark.parametrize("step", [6, STEPS])
+def test_killed_during_a_save(go: Go, calm: Callable[..., str], at: str, step: int) -> None:
+    report = go(FaultPlan().kill(rank=1, at_step=step, at=at), "checkpoint.every_steps=3")
+    assert report.fingerprint == calm()
+    assert not list(Path(report.run).glob("checkpoints/.*"))
+
+
+def test_killed_while_scoring(go: Go, calm: Callable[..., str]) -> None:
+    """Scores are those of the calm run, and there is one set of them for each step."""
+    faults = FaultPlan().kill(rank=1, at_step=6, at="save")
+    settings = ("evaluate.every_steps=3", "checkpoint.every_steps=3")
+    report = go(faults, *settings, scored=True)
+    quiet = go(None, *settings, name="quiet", workers=2, scored=True)
+    assert report.scores == quiet.scores
+    steps = [e.step for e in seen(report, events.Evaluated)]  # type: ignore[attr-defined]
+    assert sorted(set(steps)) == [3, 6, 9, 10]
+
+
+def test_a_worker_that_hangs_in_its_update(go: Go, calm: Callable[..., str]) -> None:
+    """SIGSTOP: noticed by its heartbeat, fenced before anybody goes on, replaced."""
+    report = go(FaultPlan().hang(rank=1, at_step=4, at="update"))
+    assert report.fingerprint == calm()
+    (lost,) = seen(report, events.Lost)
+    assert "has not been heard of" in lost.what  # type: ignore[attr-defined]
+    with pytest.raises(ProcessLookupError):  # nothing is there that could be continued
+        os.kill(lost.pid, signal.SIGCONT)  # type: ignore[attr-defined]
+
+
+def test_an_endless_loop_in_user_code(go: Go, calm: Callable[..., str]) -> None:
+    """It still beats: progress is watched too."""
+    report = go(FaultPlan().loop(rank=2, at_step=4), "recovery.stuck_s=1")
+    assert report.fingerprint == calm()
+    (lost,) = seen(report, events.Lost)
+    assert "no progress" in lost.what  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def frozen(tmp_path: Path) -> Generator[Path]:
+    """A file system on which whoever writes sits in the kernel and cannot even be killed."""
+    image, mount = tmp_path / "image", tmp_path / "disk"
+    mount.mkdir()
+    with image.open("wb") as file:
+        file.truncate(16 << 20)
+    made = [["mkfs.ext4", "-q", str(image)], ["mount", "-o", "loop", str(image), str(mount)]]
+    for command in [*made, ["fsfreeze", "-f", str(mount)]]:
+        try:
+            subprocess.run(command, check=True, capture_output=True, timeout=20)
+        except (OSError, subprocess.CalledProcessError) as error:
+            subprocess.run(["umount", "-l", str(mount)], capture_output=True, check=False)
+            pytest.skip(f"no file system can be mounted and frozen here: {error}")
+    try:
+        yield mount
+    finally:
+        subprocess.run(["fsfreeze", "-u", str(mount)], check=True)
+        subprocess.run(["umount", "-l", str(mount)], check=True)
+
+
+def test_a_worker_that_cannot_even_be_killed(
+    launcher: Launcher, tmp_path: Path, calm: Callable[..., str], frozen: Path
+) -> None:
+    """It sits in the kernel (a disk that does not answer), and nobody waits for its end."""
+    task, first, calls = make("cnn"), tmp_path / "first", itertools.count()
+    inner = task.loss
+    assert inner is not None
+
+    def writes(model: Any, batch: Any) -> Any:
+        if next(calls) > 8 and not first.exists():  # not in its first step, which may take long
+            first.touch()
+            (frozen / "notes").write_text("never written")
+        return inner(model, batch)
+
+    report = mh.train(
+        replace(task, loss=writes),
+        to=tmp_path / "run",
+        workers=3,
+        settings=[*SETTINGS, "recovery.stuck_s=1"],
+        quiet=True,
+        launcher=launcher,
+    )
+    assert report.fingerprint == calm()
+    losses = seen(report, events.Lost)
+    assert any("no progress" in lost.what for lost in losses)  # type: ignore[attr-defined]
+    stat = Path(f"/proc/{losses[0].pid}/stat").read_text()  # type: ignore[attr-defined]
+    assert stat.rpartition(")")[2].split()[0] == "D", "it was there all the time"
+
+
+def test_a_preemption_notice(go: Go, calm: Callable[..., str]) -> None:
+    """It finishes its step, hands over and leaves: nothing is computed again."""
+    report = go(FaultPlan().leave(rank=1, at_step=4))
+    assert report.fingerprint == calm()
+    assert report.recoveries == 0
+    assert not seen(report, events.Lost)
+    assert any("told to go" in v.because for v in seen(report, events.Viewed))  # type: ignore[attr-defined]
+
+
+def test_a_worker_that_ends_without_a_word(go: Go, calm: Callable[..., str]) -> None:
+    report = go(FaultPlan().exit(rank=0, at_step=3))
+    assert report.fingerprint == calm()
+
+
+def test_an_exception_is_tried_once_more_elsewhere(go: Go, calm: Callable[..., str]) -> None:
+    report = go(FaultPlan().fail(rank=1, at_step=4))
+    assert report.fingerprint == calm()
+    (warned,) = [e for e in seen(report, events.Warned) if "suspect" in e.text]  # type: ignore[attr-defined]
+    assert "worker 1 failed at step 4, micro-batch 3" in warned.text  # type: ignore[attr-defined]
+
+
+def test_a_slow_worker_is_dealt_less(go: Go, calm: Callable[..., str]) -> None:
+    settings = ("train.steps=120", "train.micro_batch=2")
+    faults = FaultPlan().slow(rank=1, at_step=0, times=8)
+    report = go(faults, *settings, workers=2, kind="lstm")
+    assert report.fingerprint == calm(*settings, kind="lstm")
+    speeds = [c.speeds for c in ledger.surviving(ledger.read(RunDir(Path(report.run)).ledger))]
+    assert speeds[0] == [1.0, 1.0]
+    assert speeds[-1][1] < speeds[-1][0]
+
+
+def test_a_worker_that_computes_wrongly_is_named_and_replaced(
+    go: Go, calm: Callable[..., str]
+) -> None:
+    for workers in (2, 3):  # of two, nobody knows who is right: a third is asked
+        faults = FaultPlan().corrupt(rank=1, at_step=3)
+        report = go(faults, "train.audit_every=1", workers=workers, name=f"run{workers}")
+        assert report.fingerprint == calm()
+        found = [e for e in seen(report, events.Audited) if e.guilty]  # type: ignore[attr-defined]
+        assert [e.guilty for e in found] == [[1]]  # type: ignore[attr-defined]
+
+
+def test_the_verdict_of_a_recovery(go: Go) -> None:
+    report = go(FaultPlan().kill(rank=1, at_step=4, at="gather"))
+    verdict = json.loads(RunDir(Path(report.run)).verdict.read_text())
+    assert verdict["outcome"] == "recovered"
+    assert (verdict["rank"], verdict["went_on_at"]) == (1, 4)
+    assert "killed by signal 9" in verdict["what"]
+    assert verdict["noticed_by"] == "the host agent saw it end"
+    assert verdict["recomputed"] == 8 and verdict["seconds"] > 0
+    assert re.search("[23] workers went on", verdict["decided"])  # a quick replacement counts
+
+
+def test_losses_without_progress_end_the_run(go: Go) -> None:
+    faults = FaultPlan()
+    for rank in range(20):  # they may go in pairs, and the first four steps count as progress once
+        faults = faults.kill(rank=rank, at_step=4)
+    with pytest.raises(mh.RunFailed, match="killed by signal 9"):
+        go(faults, "recovery.losses=3", workers=2)
+
+
+def test_the_agent_itself_is_killed(tmp_path: Path, calm: Callable[..., str]) -> None:
+    """Its workers die with it, the driver holds the memory, and another agent takes over."""
+    from manyhands.launch.choose_engine import open_engine
+
+    local = open_engine("local")
+    killed: list[int] = []
+
+    def kill(event: events.Stepped) -> None:
+        if event.step >= 4 and not killed:
+            killed.append(local.agent.pid)  # type: ignore[attr-defined]
+            os.kill(killed[0], signal.SIGKILL)
+
+    try:
+        report = mh.train(
+            make("cnn"),
+            to=tmp_path / "run",
+            workers=2,
+            settings=[*SETTINGS, "train.steps=200"],
+            quiet=True,
+            launcher=local,
+            on_step=kill,
+        )
+    finally:
+        local.close()
+    assert killed and report.recoveries >= 1
+    assert report.fingerprint == calm("train.steps=200")
+
+
+def test_the_agent_is_killed_before_it_has_read_its_orders(tmp_path: Path) -> None:
+    """Then its end looks like a broken connection."""
+    local = Local("manyhands.worker.lifecycle:main", create_segments())
+    agent = local.agent.pid
+    try:
+        os.kill(agent, signal.SIGSTOP)
+        local.start(0, b"", tmp_path / "log")
+        os.kill(agent, signal.SIGKILL)
+        while not (signs := local.poll()):
+            pass
+        assert [sign.worker for sign in signs if isinstance(sign, Exit)] == [0]
+        assert local.agent.pid != agent and local.agent.poll() is None
+    finally:
+        local.close()

@@ -1,0 +1,135 @@
+"""Deaths at chosen stores: what SIGKILL leaves behind in memory that outlives a worker."""
+
+import sys
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from manyhands.training.state.layout import Unit
+from manyhands.training.state.sharded_optimizer import SharedOut
+from manyhands.training.state.undo_log import Keep
+
+
+class Died(BaseException):
+    """Stands for SIGKILL: nothing of ours catches it."""
+
+
+Do = Callable[[], object]
+Store = Callable[[Do, Do], None]
+"""Does the first; or, when it is time to die, the second and no more."""
+
+
+class Frail(np.ndarray[Any, Any]):
+    """Numbers in shared memory, while their writer is about to die."""
+
+    store: Store
+
+    def __array_finalize__(self, whole: Any) -> None:
+        if hasattr(whole, "store"):
+            self.store = whole.store
+
+    def __setitem__(self, where: Any, value: Any) -> None:
+        target = self.view(np.ndarray)
+
+        def half() -> None:
+            if isinstance(where, slice):
+                n = len(target[where]) // 2
+                target[where][:n] = np.broadcast_to(value, target[where].shape)[:n]
+
+        self.store(lambda: target.__setitem__(where, value), half)
+
+
+@dataclass(frozen=True)
+class Death:
+    """At the n-th store to what is kept; None: in the optimizer's own code, which leaves garbage.
+    A store that does not come to pass kills nobody."""
+
+    nth: int | None
+    halfway: bool = True
+    """In the middle of that store, or just before it."""
+
+    @contextmanager
+    def strikes(
+        self,
+        keep: Keep,
+        noise: Any = None,
+        *,
+        among: Callable[[], bool] = lambda: True,
+        told: "list[Store] | None" = None,
+    ) -> Generator[list[Died]]:
+        """Within this, somebody dies. What it leaves behind is what it had stored until then.
+
+        `among` says whether the calling thread is one of those that die. `told` is given the way to
+        make other things than stores deadly.
+        """
+        deaths: list[Died] = []
+        stores = 0
+        copy, bare_step = torch.Tensor.copy_, getattr(SharedOut, "_bare_step")  # noqa: B009
+
+        def store(all: Do, half: Do) -> None:
+            nonlocal stores
+            if not among():
+                all()
+                return
+            stores += 1
+            if self.nth is None or stores <= self.nth:
+                all()
+                return
+            if self.halfway and stores == self.nth + 1:
+                half()
+            raise Died
+
+        def dying_copy(target: Tensor, source: Tensor) -> Tensor:
+            n = target.numel() // 2
+            half = target[:n] if target.dim() == 1 else target
+            store(lambda: copy(target, source), lambda: n and copy(half, source[: len(half)]))
+            return target
+
+        def dying_copies(targets: list[Tensor], sources: list[Tensor]) -> None:
+            for target, source in zip(targets, sources, strict=True):
+                dying_copy(target, source)
+
+        def dying_step(self: SharedOut, optimizer: torch.optim.Optimizer) -> None:
+            bare_step(self, optimizer)
+            unit = next(w.unit for w in self.works if w.doing is optimizer)
+            scribble(self.keep, self.weights, unit, noise)
+            raise Died
+
+        with pytest.MonkeyPatch.context() as patch:
+            if told is not None:
+                told.append(store)
+            for name in ("done", "_heads", "summed"):
+                frail = getattr(keep, name).view(Frail)
+                frail.store = store
+                patch.setattr(keep, name, frail)
+            patch.setattr(torch.Tensor, "copy_", dying_copy)
+            keep_module = sys.modules["manyhands.training.state.undo_log"]
+            patch.setattr(keep_module, "_FOREACH_COPY", dying_copies)
+            if self.nth is None:
+                patch.setattr(SharedOut, "_bare_step", dying_step)
+            try:
+                yield deaths
+            except Died as died:
+                deaths.append(died)
+
+
+def scribble(keep: Keep, weights: dict[Any, Tensor], unit: Unit, noise: Any) -> None:
+    """Anything, wherever an update of this unit may write."""
+    lanes = [(dtype, weights[dtype]) for dtype in unit.bounds]
+    lanes += [(dtype, lane) for (_, dtype), lane in keep.slots.items() if dtype in unit.bounds]
+    for dtype, lane in lanes:
+        a, b = unit.bounds[dtype]
+        lane[a:b] = torch.from_numpy(noise.normal(size=b - a)).to(lane.dtype)
+    first, stop = unit.blocks
+    for lane in keep.scalars.values():
+        lane[first:stop] = torch.from_numpy(noise.normal(size=stop - first)).to(lane.dtype)
+    keep.exists[first:stop] = torch.from_numpy(noise.integers(0, 2, stop - first))
+
+
+NEVER = Death(1 << 30)

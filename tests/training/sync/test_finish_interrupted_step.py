@@ -1,0 +1,164 @@
+"""A worker dies at any store of a step, and whoever takes its place ends up with the same bits."""
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import count
+
+import pytest
+import torch
+from torch import Tensor
+
+from manyhands.accounting.micro_batches import Cut
+from manyhands.data.reading.feed import Feed
+from manyhands.data.reading.records import open_data
+from manyhands.training.collective.collective import Sizes
+from manyhands.training.collective.shared_memory import Room, Shared
+from manyhands.training.collective.two_level import Tiers
+from manyhands.training.compute.micro_batch_gradient import Leaf
+from manyhands.training.compute.seeds import seed_everything
+from manyhands.training.state import layout
+from manyhands.training.state.memory import Memory
+from manyhands.training.state.replica import Replica, build_model
+from manyhands.training.sync.allreduce.allreduce import AllReduce, Meet
+from manyhands.training.sync.sync import Place
+from manyhands.values.config import TrainConfig
+from manyhands.values.world import World
+from tests.support.dying import NEVER, Death
+from tests.support.hands import segment
+from tests.support.tasks import make
+
+AT, LAST = 1, 3
+
+
+@pytest.fixture(scope="module", autouse=True)
+def blocks_are_small() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layout, "BLOCK", 512)
+        patch.setattr(layout, "UNIT", 1024)
+        yield
+
+
+class Patient:
+    """There is nobody else to wait for."""
+
+    def broken(self) -> bool:
+        return False
+
+    def __enter__(self) -> None: ...
+    def __exit__(self, *error: object) -> None: ...
+
+
+class NoAudit:
+    def index(self, cut: Cut) -> int | None:
+        return None
+
+    def again(self, cut: Cut, index: int) -> Leaf:
+        raise NotImplementedError
+
+
+class Hand:
+    """The only worker of a run, from the task to the strategy, over memory that outlives it."""
+
+    def __init__(self, kind: str, train: TrainConfig, fd: int) -> None:
+        task, memory = make(kind), Memory(fd)
+        assert task.loss is not None and task.optimizer is not None
+        seed_everything(train.seed, "model")
+        model = build_model(task.model).train()
+        optimizer = task.optimizer(model)
+        schedule = task.schedule(optimizer) if task.schedule else None
+        self.loss = task.loss
+        self.replica = Replica(model, optimizer, schedule, memory, torch.device("cpu"))
+        records, _ = open_data(task.data, None)
+        self.feed = Feed(
+            records,
+            seed=train.seed,
+            batch=train.batch,
+            micro_batch=train.micro_batch_size,
+            seeder=seed_everything,
+        )
+        self.sync = AllReduce(
+            self.replica,
+            memory,
+            partial(self._meet, memory),
+            train,
+            heard=lambda: 0,
+            moment=lambda name: None,
+            auditor=NoAudit(),
+        )
+
+    def _meet(self, memory: Memory, sizes: Sizes) -> Meet:
+        room = Room(memory, sizes)
+
+        def meet(place: Place) -> Tiers:
+            patience = Patient()
+            local = Shared(place.world, room, place.generation, spin=False, patience=patience)
+            return Tiers(place.world, local, None, patience=patience)
+
+        return meet
+
+    def join(self, generation: int, *, fresh: bool = False) -> None:
+        self.sync.regroup(Place(World(0, 1), generation, (1.0,), fresh=0 if fresh else None))
+
+    def step(self) -> None:
+        cut = self.feed.cut(self.replica.step)
+        indices = self.sync.indices(cut)
+        self.sync.backward(cut, self.feed.micro_batches(cut, indices), self.loss)
+        self.sync.step()
+        self.replica.advance()
+
+    def outcome(self) -> dict[str, Tensor]:
+        while self.replica.step < LAST:
+            self.step()
+        buffers = self.replica.buffers
+        saved = {e.key + e.name + str(e.offset): e.value for e in self.sync.optimizer.entries()}
+        lanes = {str(d): lane for d, lane in [*self.replica.weights.items()]}
+        lanes |= {f"buffers {d}": lane for d, lane in buffers.committed.items()}
+        lanes |= {key: torch.as_tensor(value) for key, value in saved.items()}
+        rates = [float(g["lr"]) for g in self.replica.optimizer.param_groups]
+        return {key: lane.clone() for key, lane in lanes.items()} | {"lr": torch.tensor(rates)}
+
+
+def play(kind: str, train: TrainConfig, *deaths: Death) -> tuple[int, dict[str, Tensor]]:
+    """How many died: one in a step, others as they put things in order; and what came of it."""
+    dead = 0
+    with segment() as fd:
+        hand = Hand(kind, train, fd)
+        hand.join(1, fresh=True)
+        while hand.replica.step < AT:
+            hand.step()
+        with (deaths[0] if deaths else NEVER).strikes(hand.sync.keep) as died:
+            hand.step()
+        generation = 1
+        while died:
+            dead, generation = dead + 1, generation + 1
+            hand = Hand(kind, train, fd)
+            death = deaths[dead] if dead < len(deaths) else NEVER
+            with death.strikes(hand.sync.keep) as died:
+                hand.join(generation)
+        return dead, hand.outcome()
+
+
+CASES = [
+    ("cnn", 12, None, 1),
+    ("cnn", 4, 0.1, 2),
+    ("odd", 4, None, 1),
+    ("transformer", 6, 0.1, 11),
+    ("own", 12, 0.1, 1),
+]
+
+
+@pytest.mark.parametrize(("kind", "micro_batch", "clip", "every"), CASES)
+def test_a_step_that_was_broken_off_anywhere_ends_in_the_same_bits(
+    kind: str, micro_batch: int, clip: float | None, every: int
+) -> None:
+    """At each store, or every so many; who comes after it dies too, half as far."""
+    train = TrainConfig(batch=12, micro_batch=micro_batch, clip_norm=clip)
+    _, calm = play(kind, train)
+    for n in count(step=every):
+        dead, found = play(kind, train, Death(n), Death(n // 2))
+        assert found.keys() == calm.keys()
+        for key, lane in calm.items():
+            assert torch.equal(lane, found[key]), f"{key}, after a death at store {n}"
+        if not dead:
+            assert n > 10
+            return

@@ -1,0 +1,127 @@
+"""Settings: every mistake is answered with what to do instead."""
+
+import dataclasses
+
+import pytest
+
+import manyhands as mh
+from manyhands.planning.planner import plan
+from manyhands.values.config import SECTIONS, RunConfig, from_dict, from_toml, to_toml
+from manyhands.values.errors import ConfigError
+from manyhands.values.world import Machine
+
+HERE = Machine("here", 4, 1 << 34)
+
+
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        ("train.bacth=3", r"\[train\] has no setting 'bacth'; did you mean 'batch'"),
+        ("trian.batch=3", r"no section \[trian\]; did you mean 'train'"),
+        ("checkpoint.keep_lst=3", "did you mean 'keep_last'"),
+        ("train.batch=abc", "train.batch: Expected `int`, got 'abc'"),
+        ("train.batch=0", "train.batch must be at least 1"),
+        ("train.micro_batch=48", "Set train.micro_batch to 32 or 64"),
+        ("train.clip_norm=-1", "positive number"),
+        ("train.precision=fp16", "loss scaler"),
+        ("train.precision=fp17", "Invalid enum value 'fp17'"),
+        ("train.collective=nccl", 'needs train.device = "cuda"'),
+        ("train.seed=-1", "train.seed"),
+        ("batch=3", "section.key=value"),
+        ("train.batch", "section.key=value"),
+        ("train.audit_every=0", "train.audit_every must be at least 1"),
+        ("recovery.silent_s=0.1", "recovery.silent_s must be at least 0.5"),
+        ("recovery.losses=-1", "recovery.losses must be at least 0"),
+        ("recovery.sillent_s=3", "did you mean 'silent_s'"),
+        ("data.transfer=pear", "Invalid enum value 'pear'"),
+        ("data.placement=anywhere", "Invalid enum value 'anywhere'"),
+        ("data.cache_limt=20GB", "did you mean 'cache_limit'"),
+        ("data.cache_limit=20", "data.cache_limit: Expected `str"),
+        ("checkpoint.every_steps=0", r"leave out the \[checkpoint\] section"),
+    ],
+)
+def test_a_wrong_setting_is_answered(setting: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        RunConfig().with_settings([setting])
+
+
+def test_epochs_and_steps_together_are_refused() -> None:
+    with pytest.raises(ConfigError, match="leave one of them out"):
+        from_dict({"train": {"epochs": 1, "steps": 1}})
+
+
+def test_steps_on_the_command_line_replace_epochs_of_the_file() -> None:
+    train = RunConfig().with_settings(["train.epochs=3"]).with_settings(["train.steps=5"]).train
+    assert (train.epochs, train.steps) == (None, 5)
+
+
+def test_toml_survives_a_round_trip() -> None:
+    config = RunConfig().with_settings(
+        ["train.clip_norm=0.1", "checkpoint.keep_best=accuracy", 'train.start_from="a \\"b\\""']
+    )
+    again, task = from_toml(to_toml(config, task="x.py"), where="there")
+    assert (again, task) == (config, "x.py")
+    assert config.checkpoint is not None and config.evaluate is None
+
+
+def test_bad_toml_names_the_file() -> None:
+    with pytest.raises(ConfigError, match=r"run.toml is not valid TOML"):
+        from_toml("train = [", where="run.toml")
+    with pytest.raises(ConfigError, match="train is a section"):
+        from_dict({"train": 3})
+
+
+@pytest.mark.parametrize(("batch", "size"), [(128, 16), (12, 3), (7, 7), (1, 1), (64, 8), (6, 3)])
+def test_the_default_micro_batch_divides_the_batch(batch: int, size: int) -> None:
+    assert mh.TrainConfig(batch=batch).micro_batch_size == size
+
+
+def test_a_plan_says_why() -> None:
+    made = plan(mh.TrainConfig(epochs=2), HERE, workers=None, records=1000)
+    assert made.workers.value == 4 and "4 usable cores" in made.workers.because
+    assert (made.steps.value, made.collective.value) == (16, "shared")
+
+
+def test_more_workers_than_micro_batches_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"Use --workers 8, or set train.micro_batch to 8"):
+        plan(mh.TrainConfig(), HERE, workers=10, records=1000)
+    with pytest.raises(ConfigError, match="at least 1"):
+        plan(mh.TrainConfig(), HERE, workers=0, records=1000)
+
+
+def test_every_setting_has_its_manual_underneath() -> None:
+    import inspect
+
+    for name, section in SECTIONS.items():
+        source = inspect.getsource(section)
+        for field in dataclasses.fields(section):
+            after = source.split(f"    {field.name}:", 1)[1].split("\n", 2)[1]
+            assert after.strip().startswith('"""'), f"{name}.{field.name} has no docstring"
+
+
+def test_settings_are_frozen_surface() -> None:
+    """Adding a setting is a decision: change this list with it."""
+    found = {name: [f.name for f in dataclasses.fields(s)] for name, s in SECTIONS.items()}
+    assert found == {
+        "train": [
+            "batch",
+            "micro_batch",
+            "epochs",
+            "steps",
+            "seed",
+            "clip_norm",
+            "precision",
+            "threads",
+            "device",
+            "sync",
+            "collective",
+            "overlap",
+            "start_from",
+            "audit_every",
+        ],
+        "data": ["fold", "transfer", "placement", "cache", "cache_limit"],
+        "checkpoint": ["every_steps", "keep_last", "keep_best"],
+        "evaluate": ["every_steps", "stop_early", "by", "batch"],
+        "log": ["every_steps", "csv", "tensorboard"],
+        "recovery": ["silent_s", "host_s", "stuck_s", "losses", "rebalance"],
+    }
