@@ -30,7 +30,7 @@ from rows import Metric, Wanted, console
 from torch import Tensor
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from manyhands.checkpoint.commit import FileRecord, Folder, Manifest
+from manyhands.checkpoint.commit import FileRecord, FolderStorage, StepManifest
 from manyhands.checkpoint.saver import Content, Saver
 from manyhands.values.rundir import RunDir
 
@@ -78,10 +78,10 @@ def dcp_async_cached(tensors: dict[str, Tensor], to: Path) -> Save:
 
 
 def manyhands(tensors: dict[str, Tensor], to: Path) -> Save:
-    storage = Folder(RunDir(to).create())
+    storage = FolderStorage(RunDir(to).create())
 
     def written(step: int, files: dict[str, FileRecord], blocked_s: float) -> None:
-        storage.commit(Manifest(step, files))
+        storage.commit(StepManifest(step, files))
 
     saver = Saver(storage, written)
 

@@ -27,8 +27,8 @@ import torch
 from rows import Metric, Wanted, console
 
 from manyhands.training.collective.collective import Bounds, Collective
-from manyhands.training.collective.sockets import Door, Links
-from manyhands.training.collective.torch_group import Group, torch_distributed
+from manyhands.training.collective.sockets import Door, Sockets
+from manyhands.training.collective.torch_group import TorchGroup, torch_distributed
 from manyhands.values.world import World
 
 HOSTS = 2
@@ -57,7 +57,7 @@ class Host:
         self.rank, door = rank, Door()
         doors.send(door.address)
         world, patience = World(rank, HOSTS, (1,) * HOSTS), Patient()
-        self.group = Group(
+        self.group = TorchGroup(
             world,
             [],
             backend="gloo",
@@ -65,7 +65,7 @@ class Host:
             device=torch.device("cpu"),
             patience=patience,
         )
-        self.links = Links(
+        self.links = Sockets(
             world,
             [],
             door=door,

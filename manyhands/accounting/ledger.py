@@ -19,14 +19,14 @@ from manyhands.accounting.micro_batches import cut
 from manyhands.values.errors import RunDirError
 from manyhands.values.rundir import sync_folder
 
-Run = tuple[int, int, int]
+EpochStretch = tuple[int, int, int]
 """Positions [start, stop) of one epoch, as (epoch, start, stop)."""
 
 
-class Entry(msgspec.Struct, frozen=True, tag_field="entry", tag=True): ...
+class LedgerEntry(msgspec.Struct, frozen=True, tag_field="entry", tag=True): ...
 
 
-class Opened(Entry, frozen=True):
+class Opened(LedgerEntry, frozen=True):
     """The first line: the shape of the run, the same for life."""
 
     records: int
@@ -40,12 +40,12 @@ class Opened(Entry, frozen=True):
         return {"records": self.records, "batch": self.batch, "micro_batch": self.micro_batch}
 
 
-class Committed(Entry, frozen=True):
+class Committed(LedgerEntry, frozen=True):
     """Steps [first, stop) are done, by the members of one view."""
 
     first: int
     stop: int
-    runs: list[Run]
+    runs: list[EpochStretch]
     """What they consumed, in order, merged where adjacent: one run for each epoch touched."""
     generation: int
     workers: list[int]
@@ -58,14 +58,14 @@ class Committed(Entry, frozen=True):
     """Of the last step; None when it is not a number, or a rewind cut the range."""
 
 
-class Changed(Entry, frozen=True):
+class SettingsChanged(LedgerEntry, frozen=True, tag="Changed"):
     """From step `step` on these settings are in force."""
 
     step: int
     settings: dict[str, Any]
 
 
-class Rewound(Entry, frozen=True):
+class Rewound(LedgerEntry, frozen=True):
     """The run went back to having done `step` steps: steps >= it are void, and changes > it.
 
     A change in force from exactly `step` stays: it was made when those steps were done, so the
@@ -75,7 +75,7 @@ class Rewound(Entry, frozen=True):
     step: int
 
 
-AnyEntry = Opened | Committed | Changed | Rewound
+AnyEntry = Opened | Committed | SettingsChanged | Rewound
 
 
 # ---- the file
@@ -121,11 +121,11 @@ class Book:
     def __init__(self, ledger: Ledger, opened: Opened) -> None:
         self.ledger, self.opened = ledger, opened
         self.range: Committed | None = None
-        self.changes: list[Changed] = []
+        self.changes: list[SettingsChanged] = []
 
     def change(self, step: int, settings: dict[str, Any]) -> None:
         """Settings are in force from `step` on; durable on return."""
-        self.changes.append(Changed(step, settings))
+        self.changes.append(SettingsChanged(step, settings))
         self.ledger.write(self.changes[-1], durable=True)
 
     def begin(self, step: int, generation: int, workers: list[int], speeds: list[float]) -> None:
@@ -159,7 +159,7 @@ def new_book(path: Path, opened: Opened, changes: Mapping[int, dict[str, Any]]) 
     ledger = Ledger(path)
     ledger.write(opened, durable=True)
     book = Book(ledger, opened)
-    book.changes = [Changed(step, settings) for step, settings in changes.items()]
+    book.changes = [SettingsChanged(step, settings) for step, settings in changes.items()]
     return book
 
 
@@ -183,7 +183,7 @@ def old_book(path: Path, opened: Opened, step: int, given: frozenset[str]) -> tu
     numbers = [n for e in entries if isinstance(e, Committed) for n in e.workers]
     book = Book(ledger, opened)
     book.changes = [
-        Changed(c.step, {k: v for k, v in c.settings.items() if k not in given})
+        SettingsChanged(c.step, {k: v for k, v in c.settings.items() if k not in given})
         for c in changes_after(entries, 0)
     ]
     return book, max(numbers, default=-1) + 1
@@ -221,13 +221,15 @@ def opening(entries: Sequence[AnyEntry]) -> Opened:
     return first
 
 
-def runs_of(first: int, stop: int, *, records: int, batch: int, micro_batch: int) -> list[Run]:
+def runs_of(
+    first: int, stop: int, *, records: int, batch: int, micro_batch: int
+) -> list[EpochStretch]:
     """What steps [first, stop) read: one run for each epoch they touch."""
     if stop <= first:
         return []
     begin = cut(first, records=records, batch=batch, micro_batch=micro_batch)
     end = cut(stop - 1, records=records, batch=batch, micro_batch=micro_batch)
-    runs: list[Run] = [(epoch, 0, records) for epoch in range(begin.epoch, end.epoch + 1)]
+    runs: list[EpochStretch] = [(epoch, 0, records) for epoch in range(begin.epoch, end.epoch + 1)]
     runs[-1] = (end.epoch, 0, end.stop)
     runs[0] = (begin.epoch, begin.start, runs[0][2])
     return runs
@@ -250,18 +252,18 @@ def numbered(entries: Sequence[AnyEntry]) -> list[tuple[int, Committed]]:
     return line
 
 
-def changes_of(entries: Sequence[AnyEntry]) -> list[Changed]:
+def changes_of(entries: Sequence[AnyEntry]) -> list[SettingsChanged]:
     """Those that no rewind made void, in order."""
-    changes: list[Changed] = []
+    changes: list[SettingsChanged] = []
     for entry in entries:
-        if isinstance(entry, Changed):
+        if isinstance(entry, SettingsChanged):
             changes.append(entry)
         elif isinstance(entry, Rewound):
             changes = [change for change in changes if change.step <= entry.step]
     return changes
 
 
-def changes_after(entries: Sequence[AnyEntry], step: int) -> list[Changed]:
+def changes_after(entries: Sequence[AnyEntry], step: int) -> list[SettingsChanged]:
     """The changes in force from `step` on or later that no rewind made void, in order.
 
     Once `Rewound(step)` is written these are the ones at exactly `step`. A checkpoint may hold
@@ -276,7 +278,7 @@ def changes_by_step(entries: Sequence[AnyEntry]) -> dict[int, dict[str, Any]]:
     return journal_of(changes_of(entries))
 
 
-def journal_of(changes: Sequence[Changed]) -> dict[int, dict[str, Any]]:
+def journal_of(changes: Sequence[SettingsChanged]) -> dict[int, dict[str, Any]]:
     journal: dict[int, dict[str, Any]] = {}
     for change in changes:
         journal.setdefault(change.step, {}).update(change.settings)
@@ -288,7 +290,7 @@ def _cut_at(step: int, entry: Committed, opened: Opened) -> Committed:
     if entry.stop <= step:
         return entry
     left = _place(step, opened) - _place(entry.first, opened)
-    runs: list[Run] = []
+    runs: list[EpochStretch] = []
     for epoch, start, stop in entry.runs:
         if left > 0:
             runs.append((epoch, start, min(stop, start + left)))

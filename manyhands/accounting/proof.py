@@ -14,11 +14,11 @@ import msgspec
 
 from manyhands.accounting.ledger import (
     AnyEntry,
-    Changed,
     Committed,
+    EpochStretch,
     Opened,
     Rewound,
-    Run,
+    SettingsChanged,
     changes_of,
     numbered,
     opening,
@@ -53,7 +53,7 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True):
     """Lines that have a problem of their own are left out."""
     rewinds: list[int] = []
     """The steps that the run went back to, in order."""
-    changes: list[Changed] = []
+    changes: list[SettingsChanged] = []
     """Those that were not made void."""
 
     @property
@@ -137,7 +137,7 @@ def _sequence(entries: Sequence[AnyEntry]) -> Iterator[tuple[int, str]]:
             case Opened():
                 if line > 1:
                     yield line, "a second Opened; a run has one shape for life."
-            case Changed(step):
+            case SettingsChanged(step):
                 if step < done:
                     yield line, f"a change from step {step} on, but {done} steps were done by then."
             case Rewound(step):
@@ -205,5 +205,5 @@ def _shapes(first: int, stop: int, opened: Opened) -> Iterator[tuple[int, tuple[
             yield count, cut(step, **opened.shape).sizes
 
 
-def _say(run: Run) -> str:
+def _say(run: EpochStretch) -> str:
     return f"positions [{run[1]}, {run[2]}) of epoch {run[0]}"

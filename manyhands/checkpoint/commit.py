@@ -27,7 +27,7 @@ class FileRecord(msgspec.Struct, frozen=True):
     sha256: str
 
 
-class Manifest(msgspec.Struct, frozen=True):
+class StepManifest(msgspec.Struct, frozen=True):
     """What is written last, and so what makes a step exist."""
 
     step: int
@@ -51,7 +51,7 @@ class Storage(Protocol):
         """
         ...
 
-    def commit(self, manifest: Manifest) -> None: ...
+    def commit(self, manifest: StepManifest) -> None: ...
 
     def steps(self) -> list[int]:
         """Committed steps, ascending."""
@@ -64,7 +64,7 @@ class Storage(Protocol):
     def delete(self, step: int) -> None: ...
 
 
-class Folder:
+class FolderStorage:
     """A folder of the run: checkpoints/step-00000500/."""
 
     def __init__(self, run: RunDir) -> None:
@@ -107,7 +107,7 @@ class Folder:
             raise CheckpointDamaged(f"'{name}' is no name for a file of a step")
         return folder / name
 
-    def commit(self, manifest: Manifest) -> None:
+    def commit(self, manifest: StepManifest) -> None:
         draft = self._draft(manifest.step, manifest.attempt)
         final = self.run.step(manifest.step)
         with open(draft / "manifest.json", "wb") as file:
@@ -131,10 +131,10 @@ class Folder:
     def _exists(self) -> bool:
         return self.run.checkpoints.is_dir()
 
-    def manifest(self, step: int) -> Manifest:
+    def manifest(self, step: int) -> StepManifest:
         path = self.run.step(step) / "manifest.json"
         try:
-            return msgspec.json.decode(path.read_bytes(), type=Manifest)
+            return msgspec.json.decode(path.read_bytes(), type=StepManifest)
         except (OSError, msgspec.MsgspecError) as error:
             raise CheckpointDamaged(f"{path} cannot be read: {error}") from error
 
@@ -181,7 +181,7 @@ def _sha256(path: Path) -> str:
         raise CheckpointDamaged(f"{path} cannot be read: {error}") from error
 
 
-def newest_good(storage: Folder) -> tuple[int | None, list[str]]:
+def newest_good(storage: FolderStorage) -> tuple[int | None, list[str]]:
     """The newest step whose every byte is right, and what was wrong with newer ones."""
     problems: list[str] = []
     for step in reversed(storage.steps()):

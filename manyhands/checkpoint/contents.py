@@ -26,8 +26,8 @@ from manyhands.values.errors import TrainError
 MODEL = "model.safetensors"
 STATE = "state.safetensors"
 
-Number = float | int | bool
-Entry = tuple[str, str, int, Tensor | Number]
+SavedNumber = float | int | bool
+SavedEntry = tuple[str, str, int, Tensor | SavedNumber]
 """Of optimizer state: key, parameter's name, offset in it, value."""
 
 
@@ -42,9 +42,9 @@ def state_content(passing: Mapping[str, Tensor], state: Mapping[str, Any]) -> Co
     return Content(STATE, passing, {"state": json.dumps(state)})
 
 
-def optimizer_content(worker: int, entries: Iterable[Entry]) -> Content:
+def optimizer_content(worker: int, entries: Iterable[SavedEntry]) -> Content:
     tensors: dict[str, Tensor] = {}
-    numbers: dict[str, Number] = {}
+    numbers: dict[str, SavedNumber] = {}
     for key, name, offset, value in entries:
         place = f"{key}/{name}@{offset}"
         if isinstance(value, Tensor):
@@ -63,11 +63,11 @@ def read_state(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return passing, json.loads(metadata["state"])
 
 
-def read_optimizer(folder: Path) -> Iterator[Entry]:
+def read_optimizer(folder: Path) -> Iterator[SavedEntry]:
     """All entries, from however many files."""
     for path in sorted(folder.glob("optimizer-*.safetensors")):
         tensors, metadata = decode(path)
-        everything: dict[str, Tensor | Number] = {**tensors, **json.loads(metadata["numbers"])}
+        everything: dict[str, Tensor | SavedNumber] = {**tensors, **json.loads(metadata["numbers"])}
         for place, value in everything.items():
             key, _, rest = place.partition("/")
             name, _, offset = rest.rpartition("@")

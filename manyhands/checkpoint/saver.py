@@ -28,7 +28,7 @@ class Content:
     metadata: Mapping[str, str]
 
 
-Written = Callable[[int, int, dict[str, FileRecord], float], None]
+OnWritten = Callable[[int, int, dict[str, FileRecord], float], None]
 
 
 class Putting(Protocol):
@@ -42,7 +42,7 @@ class Saver:
     and so is `progress`, with every piece that has been written."""
 
     def __init__(
-        self, storage: Putting, written: Written, progress: Callable[[], None] = lambda: None
+        self, storage: Putting, written: OnWritten, progress: Callable[[], None] = lambda: None
     ) -> None:
         self.storage, self.written, self.progress = storage, written, progress
         self._copies: dict[tuple[str, str], Tensor] = {}

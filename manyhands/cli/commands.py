@@ -281,11 +281,11 @@ def fingerprint(folder: RunFolder, step: Step = None, json: JsonFlag = False) ->
 @app.command()
 def status(folder: RunFolder, json: JsonFlag = False) -> None:
     """What RUN is doing: state, step, speed, and every worker."""
-    from manyhands.checkpoint.commit import Folder
+    from manyhands.checkpoint.commit import FolderStorage
     from manyhands.monitor.run_status import status as status_of
 
     run = open_run(folder)
-    found: dict[str, Any] = {**status_of(run), "saved": Folder(run).steps()}
+    found: dict[str, Any] = {**status_of(run), "saved": FolderStorage(run).steps()}
     if json:
         print(_json(found))
         return

@@ -27,39 +27,39 @@ from manyhands.values.rundir import open_run
 if TYPE_CHECKING:
     from manyhands.stories.replay import Replayed
 
-RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder.")]
-Patience = Annotated[float, typer.Option("--wait", help="Seconds to wait until it is done.")]
+RunFolderArgument = Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder.")]
+PatienceOption = Annotated[float, typer.Option("--wait", help="Seconds to wait until it is done.")]
 
 
 def scale(
-    folder: RunFolder,
+    folder: RunFolderArgument,
     workers: Annotated[int, typer.Argument(help="How many workers from now on.")],
-    wait: Patience = 60.0,
+    wait: PatienceOption = 60.0,
 ) -> None:
     """Change the number of workers of RUN while it trains."""
     _say(folder, Scale(workers), wait)
 
 
 def change(
-    folder: RunFolder,
+    folder: RunFolderArgument,
     settings: Annotated[list[str], typer.Argument(help="lr=3e-4 weight_decay=0.1 clip_norm=1 ...")],
-    wait: Patience = 60.0,
+    wait: PatienceOption = 60.0,
 ) -> None:
     """Change settings of RUN while it trains: at one step, on every worker, and journalled."""
     _say(folder, Change(read_changes(settings)), wait)
 
 
-def pause(folder: RunFolder, wait: Patience = 60.0) -> None:
+def pause(folder: RunFolderArgument, wait: PatienceOption = 60.0) -> None:
     """Let RUN rest after its next step; its workers stay."""
     _say(folder, Pause(), wait)
 
 
-def go_on(folder: RunFolder, wait: Patience = 60.0) -> None:
+def go_on(folder: RunFolderArgument, wait: PatienceOption = 60.0) -> None:
     """Let a paused RUN go on."""
     _say(folder, Continue(), wait)
 
 
-def stop(folder: RunFolder, wait: Patience = 600.0) -> None:
+def stop(folder: RunFolderArgument, wait: PatienceOption = 600.0) -> None:
     """Stop RUN after its next step and save it; `manyhands resume` goes on later."""
     run = open_run(folder)
     _say(folder, StopRun(), wait)
@@ -72,7 +72,7 @@ def _say(folder: Path, what: Ask, wait: float) -> None:
 
 
 def ledger(
-    folder: RunFolder,
+    folder: RunFolderArgument,
     check: Annotated[
         bool, typer.Option("--check", help="Exit code 1 when it does not prove anything.")
     ] = False,
@@ -85,7 +85,7 @@ def ledger(
 
 
 def replay(
-    folder: RunFolder,
+    folder: RunFolderArgument,
     step: Annotated[int, typer.Option(help="The first step to compute again, counted from 0.")],
     to: Annotated[int | None, typer.Option(help="Up to here; left out, one step.")] = None,
     workers: Annotated[int, typer.Option(help="How many workers.")] = 1,
@@ -104,8 +104,8 @@ def replay(
 
 
 def audit(
-    folder: RunFolder,
-    wait: Patience = 120.0,
+    folder: RunFolderArgument,
+    wait: PatienceOption = 120.0,
     workers: Annotated[
         int, typer.Option(help="For a run that is over: how many workers compare.")
     ] = 2,
@@ -122,10 +122,10 @@ def audit(
             return
         except NobodyThere:
             pass  # the driver was killed and left its socket
-    from manyhands.checkpoint.commit import Folder
+    from manyhands.checkpoint.commit import FolderStorage
     from manyhands.stories import replay
 
-    saved = Folder(run).steps()
+    saved = FolderStorage(run).steps()
     if not saved:
         raise RequestError(f"{folder} holds no checkpoint to compare with.")
     first = saved[-2] if len(saved) > 1 else 0

@@ -18,10 +18,10 @@ from typing import Any
 import msgspec
 
 from manyhands.accounting import ledger
-from manyhands.checkpoint.commit import FileRecord, Folder, Manifest, to_delete
+from manyhands.checkpoint.commit import FileRecord, FolderStorage, StepManifest, to_delete
 from manyhands.checkpoint.contents import MODEL
 from manyhands.checkpoint.tensors import fingerprint
-from manyhands.driver.status_writer import Speed, Telling
+from manyhands.driver.status_writer import RunOutputs, SpeedMeter
 from manyhands.driver.supervise.audience import Done, Incident, Link, WorkerStatus
 from manyhands.evaluation.early_stopping import best_step, should_stop
 from manyhands.monitor.terminal import Progress
@@ -44,13 +44,13 @@ from manyhands.values.report import Report
 from manyhands.values.rundir import RunDir, write_whole
 from manyhands.values.task import Loaded
 from manyhands.values.verdict import Cause, Verdict, explain
-from manyhands.worker.carried_files import Files
+from manyhands.worker.carried_files import FileServer
 
 OnStep = Callable[[events.Stepped], object]
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class ResolvedRun:
     """One call of `train` or `resume`, after its arguments were made sense of."""
 
     run: RunDir
@@ -72,12 +72,12 @@ class Job:
     """A wished speed, which sets the number of workers."""
 
 
-class Desk:
+class Bookkeeping:
     """The driver's side of everything the supervisor reports."""
 
     def __init__(
         self,
-        job: Job,
+        job: ResolvedRun,
         made: Plan,
         first_step: int,
         started: float,
@@ -93,10 +93,10 @@ class Desk:
         self.losses: dict[int, float] = {}
         self.incidents = 0
         self.doing = "running"
-        self.storage = Folder(job.run)
-        self.files = Files(job.run, start_from)
-        self.telling = Telling(job.run, job.config.log, quiet=job.quiet)
-        self.speed = Speed()
+        self.storage = FolderStorage(job.run)
+        self.files = FileServer(job.run, start_from)
+        self.telling = RunOutputs(job.run, job.config.log, quiet=job.quiet)
+        self.speed = SpeedMeter()
         self.state = "running"
         self.status_of: list[WorkerStatus] = []
         self.outlook: Callable[[], dict[str, str]] = dict[str, str]
@@ -256,7 +256,7 @@ class Desk:
 
     def written(self, step: int, attempt: int, files: list[SavedFile], blocked_s: float) -> None:
         listed = {f.name: FileRecord(f.size_bytes, f.sha256) for f in files}
-        manifest = Manifest(step, listed, attempt)
+        manifest = StepManifest(step, listed, attempt)
         # First the ledger: a checkpoint must never be ahead of what is proven.
         self.book.close_at(step, self._rates(), self.losses.get(step), durable=True)
         self.storage.commit(manifest)

@@ -21,7 +21,7 @@ from manyhands.values.config import LogConfig
 from manyhands.values.rundir import RunDir, write_whole
 
 
-class Telling:
+class RunOutputs:
     def __init__(self, run: RunDir, log: LogConfig, *, quiet: bool) -> None:
         self.run = run
         self.log = events.EventLog(run.events)
@@ -89,7 +89,7 @@ class Telling:
                 writer.close()
 
 
-class Speed:
+class SpeedMeter:
     """Records a second, of all workers together."""
 
     def __init__(self) -> None:

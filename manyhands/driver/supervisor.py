@@ -9,17 +9,23 @@ import msgspec
 import zmq
 
 from manyhands.accounting.micro_batches import deal
-from manyhands.driver.live.live_requests import People
+from manyhands.driver.live.live_requests import LiveRequests
 from manyhands.driver.supervise import decisions
 from manyhands.driver.supervise.audience import Audience, Done, Incident, WorkerStatus
 from manyhands.driver.supervise.audit import Audit
-from manyhands.driver.supervise.host_links import Network
-from manyhands.driver.supervise.liveness import Clocks
+from manyhands.driver.supervise.host_links import HostLinks
+from manyhands.driver.supervise.liveness import Liveness
 from manyhands.driver.supervise.membership import decide, redealt, suspicious
-from manyhands.driver.supervise.worker_states import Situation, Worker
-from manyhands.launch.engines.agent import Started
-from manyhands.launch.engines.launcher import Alarm, Berth, Launcher, News, Sign
-from manyhands.launch.wire.channel import Switchboard
+from manyhands.driver.supervise.worker_states import Situation, WorkerState
+from manyhands.launch.engines.agent import WorkerStarted
+from manyhands.launch.engines.launcher import (
+    HostNews,
+    Launcher,
+    LauncherEvent,
+    LauncherWarning,
+    WorkerPlace,
+)
+from manyhands.launch.wire.channel import SupervisorChannel
 from manyhands.values import events
 from manyhands.values.messages import (
     Beat,
@@ -33,10 +39,10 @@ from manyhands.values.messages import (
     Left,
     Measured,
     Notice,
-    Part,
     ReadFile,
     Ready,
     Reply,
+    RoundPart,
     Scored,
     StoreFile,
     Testimony,
@@ -54,22 +60,22 @@ class Supervisor:
     def __init__(
         self,
         launcher: Launcher,
-        switchboard: Switchboard,
+        switchboard: SupervisorChannel,
         audience: Audience,
         situation: Situation,
         *,
-        people: People,
-        start: Callable[[int], Berth],
+        people: LiveRequests,
+        start: Callable[[int], WorkerPlace],
         first_worker: int = 0,
     ) -> None:
         """`start(worker)` starts one, and says where."""
         self.launcher, self.switchboard, self.audience = launcher, switchboard, audience
         self.now, self.people, self.start = situation, people, start
-        self.clocks, self.audit = Clocks(), Audit(situation, audience)
-        self.network = Network(situation, audience)
+        self.clocks, self.audit = Liveness(), Audit(situation, audience)
+        self.network = HostLinks(situation, audience)
         self.oom_before = oom_kills()
         self.next_worker = first_worker
-        self.parts: dict[str, dict[int, Part]] = {}
+        self.parts: dict[str, dict[int, RoundPart]] = {}
         self.saving: dict[tuple[int, int], dict[int, Written]] = {}
         """(step, generation) → what its members have written of it so far."""
         self.writers: dict[int, frozenset[int]] = {}
@@ -114,21 +120,21 @@ class Supervisor:
 
     def _do(self, decision: decisions.Decision) -> None:
         match decision:
-            case decisions.Start(count=count):
+            case decisions.StartWorkers(count=count):
                 for _ in range(count):
                     self._start()
             case decisions.Fence(worker=worker, because=because):
                 self.now.workers[worker].fenced = because
                 self.launcher.kill(worker)
-            case decisions.Drop(at=at, because=because):
+            case decisions.DropHost(at=at, because=because):
                 self.launcher.drop(at, because)
                 self.now.capacity = self.launcher.capacity()
                 for worker in self.now.workers.values():
                     if worker.at == at and worker.alive:
                         worker.fenced = because
-            case decisions.Break(because=because, cause=cause):
+            case decisions.BreakView(because=because, cause=cause):
                 self._break(because, cause)
-            case decisions.Halt(because=because, speeds=speeds):
+            case decisions.HaltView(because=because, speeds=speeds):
                 self.now.redealt = redealt(self.now) if speeds else self.now.redealt
                 self.now.halted, self.now.running, self.now.better = because, False, speeds
                 self.now.halts += 1
@@ -147,7 +153,7 @@ class Supervisor:
     def _start(self) -> None:
         number = self.next_worker
         self.next_worker += 1
-        self.now.workers[number] = Worker(number)
+        self.now.workers[number] = WorkerState(number)
         self.clocks.start(number)
         berth, worker = self.start(number), self.now.workers[number]
         worker.at, worker.at_name = berth.at, berth.name
@@ -193,17 +199,17 @@ class Supervisor:
 
     # ---- what launchers say
 
-    def _see(self, sign: Sign) -> None:
-        if isinstance(sign, News):
+    def _see(self, sign: LauncherEvent) -> None:
+        if isinstance(sign, HostNews):
             self.audience.event(events.Hosted(host=sign.host, what=sign.what))
             return
-        if isinstance(sign, Alarm):
+        if isinstance(sign, LauncherWarning):
             self.audience.event(events.Warned(text=sign.text))
             return
         worker = self.now.workers.get(sign.worker)
         if worker is None:
             return
-        if isinstance(sign, Started):
+        if isinstance(sign, WorkerStarted):
             worker.pid = sign.pid
             return
         worker.exit = sign
@@ -267,7 +273,7 @@ class Supervisor:
                 self.network.hear(worker, message)
             case Beat():
                 self._beat(worker, message)
-            case Part():
+            case RoundPart():
                 self._collect(message)
             case Scored(step=step, round=round, scores=scores):
                 now.scored, now.enough = step, self.audience.scored(step, scores)
@@ -329,7 +335,7 @@ class Supervisor:
             )
         self.reached = message.step
 
-    def _beat(self, worker: Worker, beat: Beat) -> None:
+    def _beat(self, worker: WorkerState, beat: Beat) -> None:
         now = self.now
         if self.clocks.beat(beat) and worker.phase == "starting":
             self.clocks.enter(worker, "starting")  # it fetches data: that may take its time
@@ -352,7 +358,7 @@ class Supervisor:
         )
         self.audience.event(events.Warned(text=text))
 
-    def _collect(self, part: Part) -> None:
+    def _collect(self, part: RoundPart) -> None:
         view = self.now.view
         rank = view.rank_of(part.worker) if view is not None else None
         if view is None or rank is None:

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import torch
 
-from manyhands.checkpoint.commit import Folder, newest_good
+from manyhands.checkpoint.commit import FolderStorage, newest_good
 from manyhands.checkpoint.contents import MODEL
 from manyhands.data.reading.records import Records, open_data, sampled_digest
 from manyhands.evaluation.early_stopping import criterion
@@ -108,7 +108,7 @@ def weights_file(config: RunConfig) -> str | None:
         return str(path.absolute())
     if not path.is_dir():
         raise ConfigError(f"train.start_from: {path} is neither a run folder nor a file.")
-    storage = Folder(open_run(path))
+    storage = FolderStorage(open_run(path))
     step, problems = newest_good(storage)
     if step is None:
         raise CheckpointMismatch(f"train.start_from: {path} has no good checkpoint. {problems}")

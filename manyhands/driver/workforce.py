@@ -5,8 +5,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from manyhands.accounting.micro_batches import steps_per_epoch
-from manyhands.driver.bookkeeping import Desk, Job
-from manyhands.driver.supervise.speed_control import Tempo
+from manyhands.driver.bookkeeping import Bookkeeping, ResolvedRun
+from manyhands.driver.supervise.speed_control import SpeedControl
 from manyhands.driver.supervise.worker_states import Situation
 from manyhands.launch.engines.launcher import Launcher
 from manyhands.planning.pace.deadline import FinishBy, read_aim
@@ -17,8 +17,8 @@ from manyhands.values.world import usable_cores
 
 
 def aim_at(
-    job: Job, samples_per_second: float | None, finish_by: FinishBy | None, now: float
-) -> Job:
+    job: ResolvedRun, samples_per_second: float | None, finish_by: FinishBy | None, now: float
+) -> ResolvedRun:
     """A job whose number of workers is chosen for a speed, if one is wished for."""
     if samples_per_second is None and finish_by is None:
         return job
@@ -31,7 +31,7 @@ def aim_at(
     return replace(job, aim=aim, workers=job.workers or (1, MOST_RANKS))
 
 
-def reserve(job: Job, launcher: Launcher, made: Plan) -> None:
+def reserve(job: ResolvedRun, launcher: Launcher, made: Plan) -> None:
     """Room for the workers that are planned, or for the fewest that were asked for."""
     planned = made.workers.value
     least, most = job.workers if isinstance(job.workers, tuple) else (planned, planned)
@@ -40,12 +40,12 @@ def reserve(job: Job, launcher: Launcher, made: Plan) -> None:
     launcher.reserve(least, min(most, made.micro_batches.value), job.config.train.threads)
 
 
-def most_workers(job: Job, launcher: Launcher, made: Plan) -> int:
+def most_workers(job: ResolvedRun, launcher: Launcher, made: Plan) -> int:
     alone = job.config.train.sync == "alone"
     return 1 if alone else min(made.micro_batches.value, launcher.most_workers or MOST_RANKS)
 
 
-def room_for(job: Job, launcher: Launcher, made: Plan) -> Callable[[], int] | None:
+def room_for(job: ResolvedRun, launcher: Launcher, made: Plan) -> Callable[[], int] | None:
     """How many workers there is room for, if that may change while training."""
     wish = (1, MOST_RANKS) if job.workers is None and launcher.grows else job.workers
     if not isinstance(wish, tuple) or made.workers.value < wish[0]:
@@ -62,8 +62,8 @@ def room_for(job: Job, launcher: Launcher, made: Plan) -> Callable[[], int] | No
 
 
 def tempo_of(
-    job: Job, launcher: Launcher, made: Plan, situation: Situation, desk: Desk
-) -> Tempo | None:
+    job: ResolvedRun, launcher: Launcher, made: Plan, situation: Situation, desk: Bookkeeping
+) -> SpeedControl | None:
     """Whoever chooses workers for the wished speed."""
     if job.aim is None:
         return None
@@ -76,7 +76,7 @@ def tempo_of(
         batch = job.config.train.batch
         return records_in(total, made.records, batch) - records_in(step, made.records, batch)
 
-    return Tempo(job.aim, situation, desk, left=left, most=most, want=launcher.want)
+    return SpeedControl(job.aim, situation, desk, left=left, most=most, want=launcher.want)
 
 
 def records_in(steps: int, records: int, batch: int) -> int:

@@ -26,7 +26,7 @@ Metric = Any
 that uses it has imported it already."""
 
 
-class Array(msgspec.Struct, frozen=True, array_like=True):
+class ScoreArray(msgspec.Struct, frozen=True, array_like=True):
     """A tensor as data."""
 
     dtype: str
@@ -39,9 +39,9 @@ class BatchResult(msgspec.Struct, frozen=True, array_like=True):
     records: int
     loss: float
     weight: float
-    states: dict[str, dict[str, list[Array]]]
+    states: dict[str, dict[str, list[ScoreArray]]]
     """score → state → one tensor, or the tensors of a list state"""
-    outputs: tuple[Array, Array] | None
+    outputs: tuple[ScoreArray, ScoreArray] | None
     """Predictions and targets, when some score wants to see all of them."""
 
 
@@ -84,7 +84,7 @@ def _measure_one(
     evaluation: Evaluation, model: Module, index: int, records: int, batch: Any
 ) -> BatchResult:
     loss, weight, _ = evaluation.read_loss(evaluation.loss(model, batch))
-    states: dict[str, dict[str, list[Array]]] = {}
+    states: dict[str, dict[str, list[ScoreArray]]] = {}
     outputs = None
     if evaluation.scores and evaluation.predict is not None:
         made: Any = evaluation.predict(model, batch)
@@ -133,16 +133,16 @@ def _blank(metric: Metric) -> Any:
     return blank
 
 
-def _states(metric: Metric, predictions: Tensor, targets: Tensor) -> dict[str, list[Array]]:
+def _states(metric: Metric, predictions: Tensor, targets: Tensor) -> dict[str, list[ScoreArray]]:
     fresh = _blank(metric)
     fresh.update(predictions, targets)
-    found: dict[str, list[Array]] = {}
+    found: dict[str, list[ScoreArray]] = {}
     for name, value in fresh.metric_state.items():
         found[name] = [_to_array(t) for t in (value if isinstance(value, list) else [value])]
     return found
 
 
-def _merged(metric: Metric, states: Sequence[dict[str, list[Array]]]) -> Any:
+def _merged(metric: Metric, states: Sequence[dict[str, list[ScoreArray]]]) -> Any:
     """The metric's value after its states were reduced, first batch first."""
     merged = _blank(metric)
     reductions: Any = merged._reductions  # pyright: ignore[reportPrivateUsage]
@@ -200,13 +200,13 @@ def _numbers(name: str, value: Any) -> dict[str, float]:
     return {name: float(value)}
 
 
-def _to_array(tensor: Tensor) -> Array:
+def _to_array(tensor: Tensor) -> ScoreArray:
     raw = tensor.detach().cpu().contiguous()
     name = str(raw.dtype).removeprefix("torch.")
-    return Array(name, tuple(raw.shape), raw.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return ScoreArray(name, tuple(raw.shape), raw.reshape(-1).view(torch.uint8).numpy().tobytes())
 
 
-def _from_array(array: Array) -> Tensor:
+def _from_array(array: ScoreArray) -> Tensor:
     dtype = getattr(torch, array.dtype)
     if not array.data:
         return torch.empty(array.shape, dtype=dtype)

@@ -4,7 +4,7 @@
 import warnings
 from pathlib import Path
 
-from manyhands.checkpoint.commit import Folder, newest_good
+from manyhands.checkpoint.commit import FolderStorage, newest_good
 from manyhands.checkpoint.contents import MODEL
 from manyhands.checkpoint.tensors import fingerprint as fingerprint_of
 from manyhands.data.reading.records import open_data
@@ -57,12 +57,12 @@ def fingerprint(run: str | Path, *, step: int | None = None) -> str:
     """SHA-256 over names, shapes, dtypes and bytes of a saved step's weights and buffers."""
     folder = open_run(Path(run))
     chosen = _committed(folder, step)
-    return fingerprint_of(Folder(folder).get(chosen, MODEL))
+    return fingerprint_of(FolderStorage(folder).get(chosen, MODEL))
 
 
 def _committed(run: RunDir, step: int | None) -> int:
     """The step asked for, or the newest good one."""
-    storage = Folder(run)
+    storage = FolderStorage(run)
     steps = storage.steps()
     if step is None:
         newest, problems = newest_good(storage)

@@ -21,7 +21,7 @@ from manyhands.values.world import World
 from manyhands.worker.scoring import measured
 
 
-class Parts(msgspec.Struct, frozen=True):
+class EvaluationParcel(msgspec.Struct, frozen=True):
     """What every task needs."""
 
     config: RunConfig
@@ -48,19 +48,21 @@ def measured_on_ray(
         return scores.decode([part.result() for part in parts])
 
 
-def _packed(loaded: Loaded, config: RunConfig, folder: Path) -> Parts:
+def _packed(loaded: Loaded, config: RunConfig, folder: Path) -> EvaluationParcel:
     fd = os.memfd_create("manyhands-task")
     try:
         parcel = ship_task.pack(loaded, fd, many=True)
         memory = Path(f"/proc/self/fd/{fd}").read_bytes()
     finally:
         os.close(fd)
-    return Parts(config, parcel, memory, {n: (folder / n).read_bytes() for n in (MODEL, STATE)})
+    return EvaluationParcel(
+        config, parcel, memory, {n: (folder / n).read_bytes() for n in (MODEL, STATE)}
+    )
 
 
 def _part(everything: bytes, rank: int, ranks: int) -> bytes:
     """On a node."""
-    parts = msgspec.msgpack.decode(everything, type=Parts)
+    parts = msgspec.msgpack.decode(everything, type=EvaluationParcel)
     fd = os.memfd_create("manyhands-task")
     try:
         Path(f"/proc/self/fd/{fd}").write_bytes(parts.memory)

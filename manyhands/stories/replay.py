@@ -14,10 +14,10 @@ from pathlib import Path
 
 from manyhands.accounting import ledger
 from manyhands.accounting.proof import check
-from manyhands.checkpoint.commit import Folder
+from manyhands.checkpoint.commit import FolderStorage
 from manyhands.checkpoint.contents import MODEL
 from manyhands.checkpoint.tensors import fingerprint
-from manyhands.driver.bookkeeping import Job
+from manyhands.driver.bookkeeping import ResolvedRun
 from manyhands.driver.task_files import reload
 from manyhands.launch.choose_engine import open_engine
 from manyhands.launch.engines.launcher import Launcher
@@ -86,7 +86,7 @@ def replay(
     scratch = Scratch("replay")
     try:
         again = _copy(folder, scratch.path / "run", first)
-        job = Job(
+        job = ResolvedRun(
             again,
             loaded,
             _config(config, last, audit=audit),
@@ -111,7 +111,7 @@ def _steps_done(run: RunDir) -> int:
 
 def _nearest(run: RunDir, step: int) -> int:
     """The newest good checkpoint at or before `step`; 0: the beginning."""
-    storage = Folder(run)
+    storage = FolderStorage(run)
     for saved in reversed([s for s in storage.steps() if s <= step]):
         with suppress(CheckpointDamaged):
             for name in storage.manifest(saved).files:
@@ -156,7 +156,7 @@ def _compare(run: RunDir, again: RunDir, found: Replayed) -> Replayed:
             found.differences.append(
                 f"step {step}: the loss was {then[step]!r}, now it is {found.losses[step]!r}"
             )
-    common = set(Folder(run).steps()) & set(Folder(again).steps())
+    common = set(FolderStorage(run).steps()) & set(FolderStorage(again).steps())
     for step in sorted(s for s in common if s > found.first):
         found.compared_weights.append(step)
         before, now = (fingerprint(r.step(step) / MODEL) for r in (run, again))

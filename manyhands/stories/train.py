@@ -18,11 +18,11 @@ from typing import Any
 import msgspec
 
 from manyhands.accounting.ledger import Book, Opened, journal_of, new_book, old_book
-from manyhands.checkpoint.commit import Folder, newest_good
+from manyhands.checkpoint.commit import FolderStorage, newest_good
 from manyhands.data.reading.records import make_ready, open_data
-from manyhands.driver.bookkeeping import Desk, Job, OnStep, drivers_fault
-from manyhands.driver.live.command_socket import Control
-from manyhands.driver.live.live_requests import People
+from manyhands.driver.bookkeeping import Bookkeeping, OnStep, ResolvedRun, drivers_fault
+from manyhands.driver.live.command_socket import CommandSocket
+from manyhands.driver.live.live_requests import LiveRequests
 from manyhands.driver.supervise.worker_states import Limits, Situation
 from manyhands.driver.supervisor import Supervisor
 from manyhands.driver.task_files import (
@@ -37,10 +37,10 @@ from manyhands.driver.task_files import (
 )
 from manyhands.driver.workforce import aim_at, most_workers, reserve, room_for, tempo_of
 from manyhands.launch.choose_engine import open_engine
-from manyhands.launch.engines.launcher import Berth, Launcher
+from manyhands.launch.engines.launcher import Launcher, WorkerPlace
 from manyhands.launch.hosts.requested_hosts import Wish
 from manyhands.launch.shipping import ship_task
-from manyhands.launch.wire.channel import Switchboard
+from manyhands.launch.wire.channel import SupervisorChannel
 from manyhands.planning.pace.deadline import FinishBy
 from manyhands.planning.planner import Plan, plan, read_workers
 from manyhands.training.collective.collective import PRIVATE
@@ -107,7 +107,7 @@ def train(
         chosen = (chosen if config is not None else base).with_settings(settings)
         run = RunDir(Path(to) if to else new_run_path(Path("runs"), name_of(loaded)))
         hired = read_workers(workers)
-        job = Job(run, loaded, chosen, hired, on_step, quiet, faults or FaultPlan())
+        job = ResolvedRun(run, loaded, chosen, hired, on_step, quiet, faults or FaultPlan())
         job = aim_at(job, samples_per_second, finish_by, asked)
         return drive(job, hands, resume=None)
 
@@ -157,11 +157,11 @@ def resume(
             return drive(replace(job, faults=faults or FaultPlan()), hands, resume=step)
 
 
-def _again(folder: RunDir, task: Task | None, settings: Sequence[str]) -> tuple[Job, int]:
+def _again(folder: RunDir, task: Task | None, settings: Sequence[str]) -> tuple[ResolvedRun, int]:
     """A run as it was, with what has changed, and the step to go on from."""
     config, _ = read_toml(folder.config)
     loaded, notes = reload(folder, task)
-    storage = Folder(folder)
+    storage = FolderStorage(folder)
     storage.sweep()
     step, problems = newest_good(storage)
     if step is None:
@@ -173,11 +173,13 @@ def _again(folder: RunDir, task: Task | None, settings: Sequence[str]) -> tuple[
     notes += [f"{p}; using step {step} instead" for p in problems]
     config = config.with_settings(settings)
     given = frozenset(setting.partition("=")[0].strip() for setting in settings)
-    job = Job(folder, loaded, config, None, None, False, FaultPlan(), given=given, notes=notes)
+    job = ResolvedRun(
+        folder, loaded, config, None, None, False, FaultPlan(), given=given, notes=notes
+    )
     return job, step
 
 
-def drive(job: Job, launcher: Launcher, *, resume: int | None) -> Report:
+def drive(job: ResolvedRun, launcher: Launcher, *, resume: int | None) -> Report:
     """Train from the beginning, or from a saved step of the run."""
     started = time.time() if launcher.used else launcher.born
     records, held_out = open_data(job.loaded.task.data, job.loaded.task.held_out, job.config.data)
@@ -209,7 +211,7 @@ def drive(job: Job, launcher: Launcher, *, resume: int | None) -> Report:
         parcel = ship_task.pack(job.loaded, launcher.fds[0], many=launcher.many)
         launcher.load(parcel.end, job.run.root, job.config.recovery.host_s)
         book, first_worker = _book(job, len(records), resume)
-        desk = Desk(job, made, resume or 0, started, book, start_from)
+        desk = Bookkeeping(job, made, resume or 0, started, book, start_from)
         write_whole(job.run.config, to_toml(job.config, task=task_line(job.loaded)))
     held = nullcontext() if resume is not None else locked(job.run)  # `resume` holds it already
     with held:
@@ -234,7 +236,7 @@ def drive(job: Job, launcher: Launcher, *, resume: int | None) -> Report:
         return _work(job, launcher, desk, made, orders, resume, first_worker)
 
 
-def _book(job: Job, records: int, resume: int | None) -> tuple[Book, int]:
+def _book(job: ResolvedRun, records: int, resume: int | None) -> tuple[Book, int]:
     """The ledger, opened or gone on with; and the number of the next worker."""
     train, path = job.config.train, job.run.ledger
     opened = Opened(records, train.batch, train.micro_batch_size, train.seed)
@@ -244,18 +246,18 @@ def _book(job: Job, records: int, resume: int | None) -> tuple[Book, int]:
 
 
 def _work(
-    job: Job,
+    job: ResolvedRun,
     launcher: Launcher,
-    desk: Desk,
+    desk: Bookkeeping,
     made: Plan,
     orders: Orders,
     resume: int | None,
     first_worker: int,
 ) -> Report:
     """See the run to its end."""
-    switchboard, control = Switchboard(launcher.listens), Control(job.run.control)
+    switchboard, control = SupervisorChannel(launcher.listens), CommandSocket(job.run.control)
 
-    def start(worker: int) -> Berth:
+    def start(worker: int) -> WorkerPlace:
         berth = launcher.berth(worker)
         mine = msgspec.structs.replace(
             orders,
@@ -275,7 +277,7 @@ def _work(
         situation = _situation(job, launcher, desk, made, resume)
         tempo, room = tempo_of(job, launcher, made, situation, desk), room_for(job, launcher, made)
         desk.outlook = tempo.outlook if tempo is not None else desk.outlook
-        people = People(situation, desk, control, room=room, want=launcher.want, tempo=tempo)
+        people = LiveRequests(situation, desk, control, room=room, want=launcher.want, tempo=tempo)
         supervisor = Supervisor(
             launcher,
             switchboard,
@@ -294,7 +296,7 @@ def _work(
 
 
 def _situation(
-    job: Job, launcher: Launcher, desk: Desk, made: Plan, resume: int | None
+    job: ResolvedRun, launcher: Launcher, desk: Bookkeeping, made: Plan, resume: int | None
 ) -> Situation:
     """What the supervisor knows before anything has happened."""
     recovery = job.config.recovery
@@ -316,7 +318,7 @@ def _situation(
     )
 
 
-def _supervise(supervisor: Supervisor, launcher: Launcher, desk: Desk) -> Report:
+def _supervise(supervisor: Supervisor, launcher: Launcher, desk: Bookkeeping) -> Report:
     """Until the run is over. Nothing of it is alive any more when its end is told."""
     try:
         with _asked_to_stop() as supervisor.people.stop_asked:

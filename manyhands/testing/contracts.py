@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 import torch
 
-from manyhands.checkpoint.commit import Manifest, Storage
-from manyhands.launch.engines.agent import Exit, Started
+from manyhands.checkpoint.commit import StepManifest, Storage
+from manyhands.launch.engines.agent import WorkerExit, WorkerStarted
 from manyhands.launch.engines.launcher import Launcher
 from manyhands.training.collective.collective import (
     FACTS,
@@ -41,12 +41,12 @@ class StorageContract:
     @staticmethod
     def save(storage: Storage, step: int, content: bytes = b"weights") -> None:
         record = storage.put(step, 1, "model", [content[:3], content[3:]])
-        storage.commit(Manifest(step, {"model": record}, 1))
+        storage.commit(StepManifest(step, {"model": record}, 1))
 
     def test_a_step_is_invisible_until_it_is_committed(self, storage: Storage) -> None:
         record = storage.put(10, 1, "model", [b"weights"])
         assert storage.steps() == []
-        storage.commit(Manifest(10, {"model": record}, 1))
+        storage.commit(StepManifest(10, {"model": record}, 1))
         assert storage.steps() == [10]
 
     def test_what_is_read_is_what_was_written(self, storage: Storage) -> None:
@@ -71,7 +71,7 @@ class StorageContract:
         storage.put(5, 1, "optimizer-01", [b"of one who is gone"])
         record = storage.put(5, 2, "model", [b"whole"])
         storage.put(5, 2, "optimizer-07", [b"its writer did not live to tell"])
-        storage.commit(Manifest(5, {"model": record}, 2))
+        storage.commit(StepManifest(5, {"model": record}, 2))
         model = storage.get(5, "model")
         assert model.read_bytes() == b"whole"
         for stray in ("optimizer-01", "optimizer-07"):
@@ -176,12 +176,12 @@ class LauncherContract:
         raise NotImplementedError("return a launcher whose entry is contract_worker")
 
     @staticmethod
-    def exits(launcher: Launcher, count: int) -> list[Exit]:
-        found: list[Exit] = []
+    def exits(launcher: Launcher, count: int) -> list[WorkerExit]:
+        found: list[WorkerExit] = []
         deadline = time.monotonic() + 30
         while len(found) < count:
             assert time.monotonic() < deadline, "workers did not end"
-            found += [s for s in launcher.poll() if isinstance(s, Exit)]
+            found += [s for s in launcher.poll() if isinstance(s, WorkerExit)]
             time.sleep(0.005)
         return found
 
@@ -191,7 +191,7 @@ class LauncherContract:
         deadline = time.monotonic() + 30
         while len(found) < count:
             assert time.monotonic() < deadline, "workers did not start"
-            found += [s.pid for s in launcher.poll() if isinstance(s, Started)]
+            found += [s.pid for s in launcher.poll() if isinstance(s, WorkerStarted)]
             time.sleep(0.005)
         return found
 

@@ -10,15 +10,16 @@ import torch
 
 from manyhands.training.collective import mpi
 from manyhands.training.collective.collective import Collective, Lanes, Patience, Sizes
+from manyhands.training.collective.handshake import PeerListener
 from manyhands.training.collective.mpi import Mpi
-from manyhands.training.collective.shared_memory import Room, Shared
-from manyhands.training.collective.sockets import Door, Links
-from manyhands.training.collective.torch_group import Group, Slots
-from manyhands.training.collective.two_level import Tiers
+from manyhands.training.collective.shared_memory import SharedMemory, SharedRoom
+from manyhands.training.collective.sockets import Sockets
+from manyhands.training.collective.torch_group import DeviceSlots, TorchGroup
+from manyhands.training.collective.two_level import TwoLevel
 from manyhands.training.compute.seeds import seed_everything
 from manyhands.training.state.memory import Memory
 from manyhands.training.state.replica import Replica, build_model
-from manyhands.training.sync.allreduce.allreduce import AllReduce, Meet
+from manyhands.training.sync.allreduce.allreduce import AllReduce, MeetMembers
 from manyhands.training.sync.alone import Alone
 from manyhands.training.sync.sync import Auditor, Moment, Place, Sync
 from manyhands.values.config import TrainConfig
@@ -52,10 +53,10 @@ def replica(task: Task, train: TrainConfig, memory: Memory, device: torch.device
 
 
 @dataclass(frozen=True, slots=True)
-class Reach:
+class PeerAccess:
     """How this worker is reached by those of other hosts, and how they know each other."""
 
-    door: Door
+    door: PeerListener
     secret: bytes
     rendezvous: Path
     measured: Callable[[list[tuple[int, float, float]]], None]
@@ -68,22 +69,22 @@ def collective(
     memory: Memory,
     *,
     device: torch.device,
-    reach: Reach,
+    reach: PeerAccess,
     patience: Patience,
-) -> Callable[[Sizes], Meet]:
+) -> Callable[[Sizes], MeetMembers]:
     """`kind` as the plan chose it: first told what to make room for, then who meets."""
 
-    def prepare(sizes: Sizes) -> Meet:
-        room = Room(memory, sizes)
-        slots = None if device.type == "cpu" else Slots(sizes, device)
+    def prepare(sizes: Sizes) -> MeetMembers:
+        room = SharedRoom(memory, sizes)
+        slots = None if device.type == "cpu" else DeviceSlots(sizes, device)
 
-        def meet(place: Place) -> Tiers:
+        def meet(place: Place) -> TwoLevel:
             world = place.world
             # Spinning is for workers that have a core to themselves.
             spin = world.local_ranks * train.threads <= usable_cores()
-            local = Shared(world, room, place.generation, spin=spin, patience=patience)
+            local = SharedMemory(world, room, place.generation, spin=spin, patience=patience)
             between = partial(_between, kind, place, slots or local.slots, device, reach)
-            return Tiers(world, local, between, patience=patience, slots=slots)
+            return TwoLevel(world, local, between, patience=patience, slots=slots)
 
         return meet
 
@@ -95,7 +96,7 @@ def _between(
     place: Place,
     slots: Sequence[Lanes],
     device: torch.device,
-    reach: Reach,
+    reach: PeerAccess,
     patience: Patience,
 ) -> Collective:
     """What hosts speak over."""
@@ -103,7 +104,7 @@ def _between(
     match kind:
         case "gloo" | "nccl":
             path = reach.rendezvous.with_name(f"{reach.rendezvous.name}-{generation}")
-            return Group(
+            return TorchGroup(
                 hosts,
                 slots,
                 backend=kind,
@@ -115,7 +116,7 @@ def _between(
         case "mpi":
             return Mpi(hosts, slots, patience=patience, generation=generation)
         case _:
-            links = Links(
+            links = Sockets(
                 hosts,
                 slots,
                 door=reach.door,
@@ -139,7 +140,7 @@ def strategy(
     train: TrainConfig,
     replica: Replica,
     memory: Memory,
-    collective: Callable[[Sizes], Meet],
+    collective: Callable[[Sizes], MeetMembers],
     *,
     heard: Callable[[], int],
     moment: Moment,

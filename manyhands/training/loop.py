@@ -14,7 +14,7 @@ from manyhands.training.state.replica import Replica
 from manyhands.training.sync.sync import StepFacts, Sync
 
 
-class Feed(Protocol):
+class MicroBatchFeed(Protocol):
     """Where micro-batches come from: any of any step, the same ones every time."""
 
     def cut(self, step: int) -> Cut: ...
@@ -26,7 +26,13 @@ Hook = Callable[[Replica, StepFacts], bool | None]
 
 
 def train(
-    replica: Replica, feed: Feed, sync: Sync, loss: LossFn, *, steps: int, hooks: Sequence[Hook]
+    replica: Replica,
+    feed: MicroBatchFeed,
+    sync: Sync,
+    loss: LossFn,
+    *,
+    steps: int,
+    hooks: Sequence[Hook],
 ) -> None:
     """Train until `steps`, or until a hook says that this is enough."""
     while replica.step < steps:

@@ -130,7 +130,7 @@ class Beat(Message, frozen=True):
     """It has been through a step: what takes long now is not the first time."""
 
 
-class Part(Message, frozen=True):
+class RoundPart(Message, frozen=True):
     """This worker's share of a round called `round`; all shares go to the leader, or to all."""
 
     worker: int
@@ -319,7 +319,7 @@ FromWorker = (
     | Leaving
     | Measured
     | Beat
-    | Part
+    | RoundPart
     | Scored
     | Written
     | StoreFile

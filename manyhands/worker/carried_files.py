@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
 
-from manyhands.checkpoint.commit import Buffer, FileRecord, Folder, Manifest
-from manyhands.launch.wire.channel import Line
+from manyhands.checkpoint.commit import Buffer, FileRecord, FolderStorage, StepManifest
+from manyhands.launch.wire.channel import WorkerChannel
 from manyhands.values.errors import ManyhandsError, RequestError
 from manyhands.values.messages import Answer, ReadFile, StoreFile
 from manyhands.values.rundir import RunDir
@@ -23,10 +23,10 @@ WINDOW = 8
 """Pieces that are on their way at a time."""
 
 
-class Carried:
+class CarriedStorage:
     """A Storage's `put`, over the line."""
 
-    def __init__(self, line: Line) -> None:
+    def __init__(self, line: WorkerChannel) -> None:
         self.line = line
 
     def put(self, step: int, attempt: int, name: str, chunks: Iterable[Buffer]) -> FileRecord:
@@ -62,7 +62,7 @@ class Carried:
         return FileRecord(offset, digest.hexdigest())
 
 
-def fetch_step(line: Line, run: RunDir, step: int) -> Path:
+def fetch_step(line: WorkerChannel, run: RunDir, step: int) -> Path:
     """A committed step of the run, copied to this host; its bytes are checked. Every worker has a
     copy of its own, and nothing in it is of another try."""
     mine = RunDir(run.root / f"fetched-{line.pulse.worker}")
@@ -71,15 +71,15 @@ def fetch_step(line: Line, run: RunDir, step: int) -> Path:
     folder.mkdir(parents=True)
     name = folder.name
     fetch(line, f"checkpoints/{name}/manifest.json", folder / "manifest.json")
-    storage = Folder(mine)
-    manifest: Manifest = storage.manifest(step)
+    storage = FolderStorage(mine)
+    manifest: StepManifest = storage.manifest(step)
     for file in manifest.files:
         fetch(line, f"checkpoints/{name}/{file}", folder / file)
         storage.get(step, file)
     return folder
 
 
-def fetch(line: Line, path: str, to: Path) -> None:
+def fetch(line: WorkerChannel, path: str, to: Path) -> None:
     """A file of the run's folder, or (by its whole name) what the run starts from."""
     with to.open("wb") as out:
         while True:
@@ -105,11 +105,11 @@ def _check(answer: Answer) -> bytes:
     return answer.data
 
 
-class Files:
+class FileServer:
     """The driver's end: what a worker may ask for, and nothing else."""
 
     def __init__(self, run: RunDir, start_from: str | None) -> None:
-        self.run, self.storage, self.start_from = run, Folder(run), start_from
+        self.run, self.storage, self.start_from = run, FolderStorage(run), start_from
 
     def serve(self, message: StoreFile | ReadFile) -> Answer:
         try:

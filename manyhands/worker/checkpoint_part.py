@@ -6,20 +6,22 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.checkpoint import contents
-from manyhands.checkpoint.commit import FileRecord, Folder
+from manyhands.checkpoint.commit import FileRecord, FolderStorage
 from manyhands.checkpoint.saver import Content, Saver
 from manyhands.checkpoint.tensors import decode
-from manyhands.launch.wire.channel import Line
+from manyhands.launch.wire.channel import WorkerChannel
 from manyhands.training.state.param_groups import groups_to_json, restore, schedule_to_json
 from manyhands.training.state.replica import Replica
-from manyhands.training.state.sharded_optimizer import Entry, SharedOut
+from manyhands.training.state.sharded_optimizer import OptimizerEntry, ShardedOptimizer
 from manyhands.values.errors import CheckpointDamaged, CheckpointMismatch, ConfigError
 from manyhands.values.messages import SavedFile, Written
 from manyhands.values.rundir import RunDir
-from manyhands.worker.carried_files import Carried
+from manyhands.worker.carried_files import CarriedStorage
 
 
-def saver(run: RunDir, line: Line, moment: Callable[[str], None], *, shares: bool) -> Saver:
+def saver(
+    run: RunDir, line: WorkerChannel, moment: Callable[[str], None], *, shares: bool
+) -> Saver:
     """Saves while training goes on, and tells the supervisor when a step is written. `shares`:
     this host sees the run's folder."""
 
@@ -39,10 +41,10 @@ def saver(run: RunDir, line: Line, moment: Callable[[str], None], *, shares: boo
     def progress() -> None:
         line.pulse.progress += 1
 
-    return Saver(Folder(run) if shares else Carried(line), written, progress)
+    return Saver(FolderStorage(run) if shares else CarriedStorage(line), written, progress)
 
 
-def optimizer_part(worker: int, optimizer: SharedOut) -> Content:
+def optimizer_part(worker: int, optimizer: ShardedOptimizer) -> Content:
     """The state of what this worker updates."""
     entries = ((e.key, e.name, e.offset, e.value) for e in optimizer.entries())
     return contents.optimizer_content(worker, entries)
@@ -99,6 +101,6 @@ def load_weights(replica: Replica, file: str) -> None:
     replica.load(tensors, where=file)
 
 
-def entries_of(folder: Path) -> Iterator[Entry]:
+def entries_of(folder: Path) -> Iterator[OptimizerEntry]:
     """What the optimizer kept, from however many workers."""
-    return (Entry(*e) for e in contents.read_optimizer(folder))
+    return (OptimizerEntry(*e) for e in contents.read_optimizer(folder))

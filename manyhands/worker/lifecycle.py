@@ -28,11 +28,11 @@ from manyhands.checkpoint.saver import Content
 from manyhands.data.reading.feed import Feed
 from manyhands.data.reading.records import make_ready, open_data, share
 from manyhands.launch.shipping import ship_task
-from manyhands.launch.wire.channel import Line
-from manyhands.launch.wire.heartbeat import Pulse
+from manyhands.launch.wire.channel import WorkerChannel
+from manyhands.launch.wire.heartbeat import Heartbeat
 from manyhands.training import build, loop
 from manyhands.training.collective.collective import PRIVATE
-from manyhands.training.collective.sockets import Door
+from manyhands.training.collective.handshake import PeerListener
 from manyhands.training.compute import micro_batch_gradient, nondeterminism
 from manyhands.training.compute.seeds import seed_everything
 from manyhands.training.state.memory import Memory
@@ -50,8 +50,8 @@ from manyhands.values.messages import (
     Left,
     Measured,
     Notice,
-    Part,
     Ready,
+    RoundPart,
     Testimony,
     View,
 )
@@ -62,7 +62,7 @@ from manyhands.values.world import World, machine, peak_memory_bytes
 from manyhands.worker import agreement, checkpoint_part
 from manyhands.worker.carried_files import fetch, fetch_step
 from manyhands.worker.scoring import evaluation_of, my_batches, score_together
-from manyhands.worker.watched_feed import WatchedDoor, WatchedFeed, trouble_of
+from manyhands.worker.watched_feed import WatchedFeed, WatchedListener, trouble_of
 
 if TYPE_CHECKING:
     from manyhands.data.fetching.sharing import Sharing
@@ -70,7 +70,7 @@ if TYPE_CHECKING:
 
 def main(orders: bytes) -> int:
     """The worker's life; returns its exit code."""
-    hand = Hand(msgspec.msgpack.decode(orders, type=Orders))
+    hand = TrainingWorker(msgspec.msgpack.decode(orders, type=Orders))
     try:
         hand.work()
         return 0
@@ -86,15 +86,15 @@ def main(orders: bytes) -> int:
             hand.sharing.close()
 
 
-class Hand:
+class TrainingWorker:
     def __init__(self, orders: Orders) -> None:
         self.orders, self.config = orders, orders.config
         self.run = RunDir(Path(orders.run))
-        self.pulse = Pulse(orders.worker, log_every=orders.log_every)
+        self.pulse = Heartbeat(orders.worker, log_every=orders.log_every)
         assert orders.keys is not None
-        self.line = Line(orders.keys, self.pulse)
-        self.door = Door(orders.address)
-        self.strangers = WatchedDoor(self.door, self.tell)
+        self.line = WorkerChannel(orders.keys, self.pulse)
+        self.door = PeerListener(orders.address)
+        self.strangers = WatchedListener(self.door, self.tell)
         self.saver = checkpoint_part.saver(self.run, self.line, self.moment, shares=orders.shares)
         self.sharing: Sharing | None = None
         self.world = World(0, 1)
@@ -174,7 +174,7 @@ class Hand:
                 train,
                 memory,
                 device=self.device,
-                reach=build.Reach(
+                reach=build.PeerAccess(
                     self.door,
                     self.orders.secret,
                     self.run.root / ".rendezvous",
@@ -307,7 +307,7 @@ class Hand:
     def _meet(self) -> None:
         """Torch's groups wait long for a member who does not come; so first see that all do."""
         round = f"meet-{self.view.generation}"
-        self.line.send(Part(worker=self.orders.worker, round=round, payload=b"", to_all=True))
+        self.line.send(RoundPart(worker=self.orders.worker, round=round, payload=b"", to_all=True))
         self.line.reply(round)
 
     def _testify(self, index: int) -> None:

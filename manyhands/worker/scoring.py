@@ -11,13 +11,13 @@ import torch
 from manyhands.data.reading.feed import held_out_batches, on_device
 from manyhands.data.reading.records import Records, open_data
 from manyhands.evaluation import scores
-from manyhands.launch.wire.channel import Line
+from manyhands.launch.wire.channel import WorkerChannel
 from manyhands.training.compute import micro_batch_gradient
 from manyhands.training.compute.seeds import seed_everything
 from manyhands.training.state.memory import Memory
 from manyhands.training.state.replica import Replica, build_model
 from manyhands.values.config import RunConfig
-from manyhands.values.messages import Part, Scored
+from manyhands.values.messages import RoundPart, Scored
 from manyhands.values.task import Task
 from manyhands.values.world import World
 from manyhands.worker.checkpoint_part import load_model
@@ -69,7 +69,7 @@ def score_together(
     evaluation: scores.Evaluation,
     replica: Replica,
     batches: Iterable[tuple[int, int, Any]],
-    line: Line,
+    line: WorkerChannel,
     *,
     leads: bool,
 ) -> str | None:
@@ -78,7 +78,7 @@ def score_together(
     results = scores.measure(evaluation, replica.model, _watched(batches, line))
     step, pulse = replica.step, line.pulse
     round = f"evaluate-{step}"
-    line.send(Part(worker=pulse.worker, round=round, payload=scores.encode(results)))
+    line.send(RoundPart(worker=pulse.worker, round=round, payload=scores.encode(results)))
     if leads:
         found = scores.combine(evaluation, scores.decode(line.reply(round).parts))
         line.send(pulse.beat())  # the steps before the scores of the last of them
@@ -86,7 +86,9 @@ def score_together(
     return line.reply(f"scores-{step}").stop
 
 
-def _watched(batches: Iterable[tuple[int, int, Any]], line: Line) -> Iterator[tuple[int, int, Any]]:
+def _watched(
+    batches: Iterable[tuple[int, int, Any]], line: WorkerChannel
+) -> Iterator[tuple[int, int, Any]]:
     for batch in batches:
         line.stop_if_broken()
         yield batch

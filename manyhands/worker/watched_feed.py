@@ -10,9 +10,9 @@ import torch
 
 from manyhands.accounting.micro_batches import Cut, MicroBatch, steps_per_epoch
 from manyhands.data.reading.feed import Feed, on_device
-from manyhands.launch.wire.channel import Line
-from manyhands.launch.wire.heartbeat import Pulse
-from manyhands.training.collective.handshake import Door
+from manyhands.launch.wire.channel import WorkerChannel
+from manyhands.launch.wire.heartbeat import Heartbeat
+from manyhands.training.collective.handshake import PeerListener
 from manyhands.values.errors import LossNotFinite, ManyhandsError, RequestError
 from manyhands.values.messages import Trouble
 from manyhands.values.task import user_traceback
@@ -28,7 +28,7 @@ class WatchedFeed:
     def __init__(
         self,
         feed: Feed,
-        line: Line,
+        line: WorkerChannel,
         device: torch.device,
         moment: Callable[[str], None],
         drag: Callable[[int, float], None],
@@ -71,10 +71,12 @@ class WatchedFeed:
         return step / self.steps_per_epoch
 
 
-class WatchedDoor:
+class WatchedListener:
     """Tells, once in a while, of connections that were refused because they were none of ours."""
 
-    def __init__(self, door: Door, say: Callable[[str], None], every_s: float = 10.0) -> None:
+    def __init__(
+        self, door: PeerListener, say: Callable[[str], None], every_s: float = 10.0
+    ) -> None:
         self.door, self.say, self.every_s = door, say, every_s
         self.told, self.told_at = 0, -math.inf
 
@@ -88,7 +90,7 @@ class WatchedDoor:
 
 
 def trouble_of(
-    error: BaseException, pulse: Pulse, rank: int, ids: Callable[[int, int], list[int]]
+    error: BaseException, pulse: Heartbeat, rank: int, ids: Callable[[int, int], list[int]]
 ) -> Trouble:
     """What went wrong here, for the supervisor. `ids` are those of a `WatchedFeed`."""
     index, records, symptom = None, list[int](), False

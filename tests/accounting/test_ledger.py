@@ -11,7 +11,14 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from manyhands.accounting import ledger
-from manyhands.accounting.ledger import AnyEntry, Changed, Committed, Ledger, Opened, Rewound
+from manyhands.accounting.ledger import (
+    AnyEntry,
+    Committed,
+    Ledger,
+    Opened,
+    Rewound,
+    SettingsChanged,
+)
 from manyhands.accounting.micro_batches import cut, deal
 from manyhands.accounting.proof import Share, check
 from manyhands.cli.ledgers import print_proof
@@ -54,7 +61,9 @@ def histories(draw: st.DrawFn) -> list[AnyEntry]:
             entries.append(Rewound(done))
             view = {"generation": 0}
         else:
-            entries.append(Changed(done + draw(st.integers(0, 3)), {"lr": 0.1, "clip_norm": None}))
+            entries.append(
+                SettingsChanged(done + draw(st.integers(0, 3)), {"lr": 0.1, "clip_norm": None})
+            )
     return entries
 
 
@@ -121,7 +130,7 @@ def test_millions_of_steps_are_counted_at_once() -> None:
 
 def test_a_rewind_voids_what_came_later_and_keeps_a_change_at_that_very_step() -> None:
     opened = Opened(100, 32, 8, seed=0)
-    at_4, at_6 = Changed(4, {"lr": 0.2}), Changed(6, {"lr": 0.3})
+    at_4, at_6 = SettingsChanged(4, {"lr": 0.2}), SettingsChanged(6, {"lr": 0.3})
     before = [opened, commit(opened, 0, 4), at_4, commit(opened, 4, 6), at_6, commit(opened, 6, 9)]
     assert ledger.changes_after(before, 4) == [at_4, at_6]
     after = [*before, Rewound(4)]
@@ -224,7 +233,10 @@ NEXT = commit(SHAPE, 5, 7, **TWO)
         ([SHAPE, replace(LINE, speeds=[1.0, 0.0])], "not all positive"),
         ([SHAPE, replace(LINE, speeds=[1.0, float("nan")])], "not all positive"),
         ([SHAPE, replace(LINE, speeds=[5e-324, 1e308])], "cannot be dealt"),
-        ([SHAPE, LINE, Changed(4, {"lr": 0.1})], "from step 4 on, but 5 steps were done by then"),
+        (
+            [SHAPE, LINE, SettingsChanged(4, {"lr": 0.1})],
+            "from step 4 on, but 5 steps were done by then",
+        ),
         ([SHAPE, LINE, Rewound(6)], "a rewind to step 6, but only 5 steps were done"),
         ([SHAPE, LINE, Rewound(-1)], "a rewind to step -1"),
     ],
@@ -250,7 +262,12 @@ def test_a_deal_that_leaves_a_micro_batch_out_is_found(monkeypatch: pytest.Monke
 
 def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
-    entries = [SHAPE, LINE, Changed(5, {"lr": 3e-4, "steps": 7, "clip_norm": None}), Rewound(3)]
+    entries = [
+        SHAPE,
+        LINE,
+        SettingsChanged(5, {"lr": 3e-4, "steps": 7, "clip_norm": None}),
+        Rewound(3),
+    ]
     log = Ledger(path)
     log.write(entries[0])
     log.write(entries[1], durable=True)
@@ -338,7 +355,7 @@ def told(
 
 def test_the_proof_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     later = commit(SHAPE, 6, 14, generation=2, workers=[1, 2, 5], speeds=[1.0] * 3)
-    entries = [SHAPE, LINE, NEXT, Changed(7, {"lr": 0.1}), Rewound(6), later]
+    entries = [SHAPE, LINE, NEXT, SettingsChanged(7, {"lr": 0.1}), Rewound(6), later]
     ok, text = told(tmp_path, capsys, entries)
     assert ok and "every position of 3 epochs was consumed exactly once; epoch 4: 64 of 100" in text
     assert "14 steps, 4 workers, 1 rewind (to 6)" in " ".join(text.split())

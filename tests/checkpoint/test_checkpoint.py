@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, load_model
 
 import manyhands as mh
-from manyhands.checkpoint.commit import FileRecord, Folder, newest_good, to_delete
+from manyhands.checkpoint.commit import FileRecord, FolderStorage, newest_good, to_delete
 from manyhands.checkpoint.saver import Content, Saver
 from manyhands.checkpoint.tensors import encode, fingerprint
 from manyhands.launch.engines.launcher import Launcher
@@ -79,7 +79,7 @@ def test_what_is_saved_is_what_was_there_when_save_was_called(tmp_path: Path) ->
     written: dict[tuple[int, int], dict[str, FileRecord]] = {}
     progress: list[int] = []
     saver = Saver(
-        Folder(run),
+        FolderStorage(run),
         lambda step, attempt, files, blocked: written.update({(step, attempt): files}),
         lambda: progress.append(1),
     )
@@ -97,7 +97,9 @@ def test_what_is_saved_is_what_was_there_when_save_was_called(tmp_path: Path) ->
 
 
 def test_a_save_that_fails_is_raised_in_the_training_thread(tmp_path: Path) -> None:
-    saver = Saver(Folder(RunDir(tmp_path / "nowhere")), lambda step, attempt, files, blocked: None)
+    saver = Saver(
+        FolderStorage(RunDir(tmp_path / "nowhere")), lambda step, attempt, files, blocked: None
+    )
     saver.save(1, 1, [Content("model", {"x": torch.zeros(3)}, {})])
     with pytest.raises(FileNotFoundError):
         saver.drain()
@@ -114,7 +116,7 @@ def test_the_newest_good_step_skips_damaged_ones(tmp_path: Path) -> None:
 
     run = RunDir(tmp_path)
     run.checkpoints.mkdir()
-    storage = Folder(run)
+    storage = FolderStorage(run)
     for step in (1, 2, 3):
         StorageContract.save(storage, step)
     (run.step(3) / "manifest.json").write_text("{")

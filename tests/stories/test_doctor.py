@@ -25,7 +25,7 @@ from manyhands.stories.doctor.checks import (
     machine_checks,
     version_checks,
 )
-from manyhands.stories.doctor.questions import Asked, Facts, Look, decode_answered, encode
+from manyhands.stories.doctor.questions import Asked, HostFacts, Look, decode_answered, encode
 from manyhands.testing.namespaces import Host, Network
 from manyhands.values.credentials import new_secret, write_token
 from manyhands.values.version import VERSION
@@ -33,7 +33,7 @@ from manyhands.values.world import torch_version
 from tests.support.cluster import MANYHANDS
 
 PATIENCE_S = 100
-GOOD = Facts(
+GOOD = HostFacts(
     host="a",
     python=sys.version.split()[0],
     torch=torch_version(),
@@ -51,7 +51,7 @@ GOOD = Facts(
 )
 
 
-def but(**facts: Any) -> Facts:
+def but(**facts: Any) -> HostFacts:
     return msgspec.structs.replace(GOOD, **facts)
 
 
@@ -162,7 +162,9 @@ def test_a_probe_ends_with_whoever_asks() -> None:
         probe.tell(encode(Asked(7, Look("127.0.0.1", "/nowhere"))))
         os.set_blocking(probe.fileno(), True)
         answer = decode_answered(os.read(probe.fileno(), 1 << 16))
-        assert answer.number == 7 and isinstance(answer.finding, Facts) and not answer.finding.sees
+        assert (
+            answer.number == 7 and isinstance(answer.finding, HostFacts) and not answer.finding.sees
+        )
         probe.tell(b"garbage")
         while probe.ended is None:
             assert probe.lines() == []

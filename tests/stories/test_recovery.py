@@ -16,7 +16,7 @@ import pytest
 import manyhands as mh
 from manyhands.accounting import ledger
 from manyhands.accounting.proof import check
-from manyhands.launch.engines.agent import Exit
+from manyhands.launch.engines.agent import WorkerExit
 from manyhands.launch.engines.launcher import Launcher, Local, create_segments
 from manyhands.values import events
 from manyhands.values.faults import FaultPlan
@@ -334,7 +334,7 @@ def test_the_agent_is_killed_before_it_has_read_its_orders(tmp_path: Path) -> No
         os.kill(agent, signal.SIGKILL)
         while not (signs := local.poll()):
             pass
-        assert [sign.worker for sign in signs if isinstance(sign, Exit)] == [0]
+        assert [sign.worker for sign in signs if isinstance(sign, WorkerExit)] == [0]
         assert local.agent.pid != agent and local.agent.poll() is None
     finally:
         local.close()

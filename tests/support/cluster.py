@@ -203,7 +203,7 @@ class Warm(Porters):
         self.port = port
         with at.inside():
             listening = many_hosts.Listening([at.address], port, self.secret, here)
-            self.launcher = many_hosts.Cluster(WORKER, create_segments(), listening)
+            self.launcher = many_hosts.ManyHosts(WORKER, create_segments(), listening)
         self.slots: dict[Host, int] = {}
         self.runs = 0
         self.running: Running | None = None

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from manyhands.training.state.layout import Unit
-from manyhands.training.state.sharded_optimizer import SharedOut
-from manyhands.training.state.undo_log import Keep
+from manyhands.training.state.sharded_optimizer import ShardedOptimizer
+from manyhands.training.state.undo_log import UndoLog
 
 
 class Died(BaseException):
@@ -57,7 +57,7 @@ class Death:
     @contextmanager
     def strikes(
         self,
-        keep: Keep,
+        keep: UndoLog,
         noise: Any = None,
         *,
         among: Callable[[], bool] = lambda: True,
@@ -70,7 +70,7 @@ class Death:
         """
         deaths: list[Died] = []
         stores = 0
-        copy, bare_step = torch.Tensor.copy_, getattr(SharedOut, "_bare_step")  # noqa: B009
+        copy, bare_step = torch.Tensor.copy_, getattr(ShardedOptimizer, "_bare_step")  # noqa: B009
 
         def store(all: Do, half: Do) -> None:
             nonlocal stores
@@ -95,7 +95,7 @@ class Death:
             for target, source in zip(targets, sources, strict=True):
                 dying_copy(target, source)
 
-        def dying_step(self: SharedOut, optimizer: torch.optim.Optimizer) -> None:
+        def dying_step(self: ShardedOptimizer, optimizer: torch.optim.Optimizer) -> None:
             bare_step(self, optimizer)
             unit = next(w.unit for w in self.works if w.doing is optimizer)
             scribble(self.keep, self.weights, unit, noise)
@@ -112,14 +112,14 @@ class Death:
             keep_module = sys.modules["manyhands.training.state.undo_log"]
             patch.setattr(keep_module, "_FOREACH_COPY", dying_copies)
             if self.nth is None:
-                patch.setattr(SharedOut, "_bare_step", dying_step)
+                patch.setattr(ShardedOptimizer, "_bare_step", dying_step)
             try:
                 yield deaths
             except Died as died:
                 deaths.append(died)
 
 
-def scribble(keep: Keep, weights: dict[Any, Tensor], unit: Unit, noise: Any) -> None:
+def scribble(keep: UndoLog, weights: dict[Any, Tensor], unit: Unit, noise: Any) -> None:
     """Anything, wherever an update of this unit may write."""
     lanes = [(dtype, weights[dtype]) for dtype in unit.bounds]
     lanes += [(dtype, lane) for (_, dtype), lane in keep.slots.items() if dtype in unit.bounds]

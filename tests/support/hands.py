@@ -12,8 +12,8 @@ from manyhands.training.state.layout import Unit, share_out, units
 from manyhands.training.state.memory import Memory
 from manyhands.training.state.optimizer_kinds import NOTHING_KEPT, how_to_cut, what_it_keeps
 from manyhands.training.state.replica import Replica
-from manyhands.training.state.sharded_optimizer import Entry, SharedOut, one_thread
-from manyhands.training.state.undo_log import Keep
+from manyhands.training.state.sharded_optimizer import OptimizerEntry, ShardedOptimizer, one_thread
+from manyhands.training.state.undo_log import UndoLog
 
 Make = Callable[[nn.Module], Optimizer]
 Gradients = Sequence[Tensor | None]
@@ -39,7 +39,7 @@ class Hand:
         self.layout, self.weights = self.replica.layout, self.replica.weights
         self.cut, _ = how_to_cut(self.users)
         kept = what_it_keeps(self.users, self.layout) if self.cut == "blocks" else NOTHING_KEPT
-        self.keep = Keep(
+        self.keep = UndoLog(
             self.layout,
             self.weights,
             kept.slots,
@@ -48,7 +48,7 @@ class Hand:
             memory,
             extras=self.cut != "blocks",
         )
-        self.optimizer = SharedOut(
+        self.optimizer = ShardedOptimizer(
             self.users,
             self.replica.parameters,
             self.layout,
@@ -107,7 +107,7 @@ def state_of(hands: Sequence[Hand]) -> State:
 def plain_state(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> State:
     """Of one that nobody has shared out."""
     entries = [
-        Entry(key, name, 0, value)
+        OptimizerEntry(key, name, 0, value)
         for name, parameter in parameters.items()
         for key, value in optimizer.state.get(parameter, {}).items()
         if value is not None
@@ -115,7 +115,7 @@ def plain_state(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> State
     return _state(entries, parameters)
 
 
-def _state(entries: Sequence[Entry], parameters: Mapping[str, Tensor]) -> State:
+def _state(entries: Sequence[OptimizerEntry], parameters: Mapping[str, Tensor]) -> State:
     whole: State = {}
     for entry in sorted(entries, key=lambda e: (e.key, e.name, e.offset)):
         place, value = (entry.key, entry.name), torch.as_tensor(entry.value)

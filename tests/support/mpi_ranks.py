@@ -17,7 +17,7 @@ from pathlib import Path
 import cloudpickle
 import torch
 
-from manyhands.launch.engines.agent import Exit
+from manyhands.launch.engines.agent import WorkerExit
 from manyhands.launch.engines.launcher import Local, create_segments
 from manyhands.training.collective.collective import Lanes
 from manyhands.training.collective.mpi import Mpi, finish, load_mpi
@@ -91,9 +91,9 @@ def fork_a_worker(folder: Path) -> None:
     call.write_bytes(cloudpickle.dumps(partial(work)))
     with closing(Local("manyhands.testing.contracts:contract_worker", create_segments())) as local:
         local.start(0, f"call {call}".encode(), folder / f"log-{os.getpid()}")
-        exits: list[Exit] = []
+        exits: list[WorkerExit] = []
         while not exits:
-            exits = [sign for sign in local.poll() if isinstance(sign, Exit)]
+            exits = [sign for sign in local.poll() if isinstance(sign, WorkerExit)]
             time.sleep(0.005)
         print(f"worker {exits[0].pid} ended with {exits[0].code}", flush=True)
         deadline = time.monotonic() + IDLE_S

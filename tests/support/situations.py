@@ -4,23 +4,23 @@ from collections.abc import Callable
 from typing import Any
 
 from manyhands.driver.supervise.decisions import (
-    Break,
+    BreakView,
     Decision,
-    Drop,
+    DropHost,
     Fence,
     Finish,
     GiveUp,
-    Halt,
+    HaltView,
     IssueView,
-    Start,
+    StartWorkers,
     Wait,
 )
 from manyhands.driver.supervise.membership import decide, redealt
-from manyhands.driver.supervise.worker_states import Phase, Situation, Worker
-from manyhands.launch.engines.agent import Exit
+from manyhands.driver.supervise.worker_states import Phase, Situation, WorkerState
+from manyhands.launch.engines.agent import WorkerExit
 from manyhands.values.messages import Left, Member, Trouble, View
 
-Place = Callable[[int], Worker]
+Place = Callable[[int], WorkerState]
 """A worker, but for its number."""
 
 MOST_DECISIONS = 25
@@ -28,21 +28,21 @@ MOST_DECISIONS = 25
 
 
 def w(phase: Phase, **facts: Any) -> Place:
-    return lambda number: Worker(number, phase, pid=100 + number, host="here", **facts)
+    return lambda number: WorkerState(number, phase, pid=100 + number, host="here", **facts)
 
 
 STARTING, WAITING, IN, READY = w("starting"), w("waiting"), w("in"), w("ready")
 
 
 def killed(signal: int = 9, **facts: Any) -> Place:
-    return lambda n: w("gone", exit=Exit(n, 100 + n, -signal), ended_s=0.1, **facts)(n)
+    return lambda n: w("gone", exit=WorkerExit(n, 100 + n, -signal), ended_s=0.1, **facts)(n)
 
 
 def ended(code: int, ago: float) -> Place:
-    return lambda n: w("gone", exit=Exit(n, 100 + n, code), ended_s=ago)(n)
+    return lambda n: w("gone", exit=WorkerExit(n, 100 + n, code), ended_s=ago)(n)
 
 
-def done(number: int) -> Worker:
+def done(number: int) -> WorkerState:
     last = Left(worker=number, step=9, because="done", peak_memory_bytes=1, loss=0.1)
     return w("left", left=last)(number)
 
@@ -73,20 +73,20 @@ def now(*places: Place, of: tuple[int, ...] | View | None = None, **facts: Any) 
 def apply(now: Situation, decision: Decision) -> None:
     """What `Supervisor._do` does to the situation."""
     match decision:
-        case Start(count=count):
+        case StartWorkers(count=count):
             first = len(now.workers)
             for number in range(first, first + count):
                 now.workers[number] = STARTING(number)
         case Fence(worker=worker, because=because):
             now.workers[worker].fenced = because
-        case Drop(at=at, because=because):
+        case DropHost(at=at, because=because):
             for member in now.workers.values():
                 if member.at == at and member.alive:
                     member.fenced = because
-        case Break(because=because, cause=cause):
+        case BreakView(because=because, cause=cause):
             now.broken, now.running = because, False
             now.losses += cause is not None
-        case Halt(because=because, speeds=speeds):
+        case HaltView(because=because, speeds=speeds):
             now.redealt = redealt(now) if speeds else now.redealt
             now.halted, now.running, now.better = because, False, speeds
             now.halts += 1
@@ -116,15 +116,15 @@ def decisions(now: Situation) -> list[Decision]:
 
 def said(decision: Decision) -> str:
     match decision:
-        case Start(count=count):
+        case StartWorkers(count=count):
             return f"start {count}"
         case Fence(worker=worker, because=because):
             return f"fence {worker}: {because}"
-        case Drop(at=at, because=because):
+        case DropHost(at=at, because=because):
             return f"drop {at}: {because}"
-        case Break(because=because):
+        case BreakView(because=because):
             return f"break: {because}"
-        case Halt(because=because):
+        case HaltView(because=because):
             return f"halt: {because}"
         case IssueView(view=issued):
             who = ", ".join(str(m.worker) for m in issued.members)

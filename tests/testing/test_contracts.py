@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import torch
 
-from manyhands.checkpoint.commit import Folder
-from manyhands.launch.engines.agent import Exit
+from manyhands.checkpoint.commit import FolderStorage
+from manyhands.launch.engines.agent import WorkerExit
 from manyhands.launch.engines.launcher import Inline, Launcher, Local, create_segments
 from manyhands.testing.contracts import (
     F32,
@@ -26,8 +26,8 @@ from manyhands.testing.contracts import (
     StorageContract,
 )
 from manyhands.training.collective.collective import FACTS, Collective, Sizes
-from manyhands.training.collective.shared_memory import Room, Shared
-from manyhands.training.collective.torch_group import Group, Slots
+from manyhands.training.collective.shared_memory import SharedMemory, SharedRoom
+from manyhands.training.collective.torch_group import DeviceSlots, TorchGroup
 from manyhands.training.state.memory import Memory
 from manyhands.values.errors import Broken
 from manyhands.values.rundir import RunDir, write_whole
@@ -38,12 +38,12 @@ SIZES = Sizes(lanes={F32: 8}, slots=3, message_bytes=64)
 
 class TestFolder(StorageContract):
     @pytest.fixture
-    def storage(self, tmp_path: Path) -> Folder:
+    def storage(self, tmp_path: Path) -> FolderStorage:
         run = RunDir(tmp_path)
         run.checkpoints.mkdir()
-        return Folder(run)
+        return FolderStorage(run)
 
-    def test_leftovers_are_swept(self, storage: Folder) -> None:
+    def test_leftovers_are_swept(self, storage: FolderStorage) -> None:
         storage.put(3, 1, "model", [b"half"])
         storage.put(3, 2, "model", [b"again"])
         storage.sweep()
@@ -81,8 +81,8 @@ class TestShared(CollectiveContract):
             ranks: int, body: Callable[[int, Collective], object], generation: int = 1
         ) -> list[object]:
             def work(rank: int) -> object:
-                world, room = World(rank, ranks), Room(Memory(segment), SIZES)
-                shared = Shared(world, room, generation, spin=False, patience=Patient())
+                world, room = World(rank, ranks), SharedRoom(Memory(segment), SIZES)
+                shared = SharedMemory(world, room, generation, spin=False, patience=Patient())
                 result = body(rank, shared)
                 shared.close()
                 return result
@@ -95,8 +95,8 @@ class TestShared(CollectiveContract):
     def test_a_waiter_is_woken_when_it_is_told_that_nobody_comes(self, segment: int) -> None:
         told = threading.Event()
         patience = Patient(told)
-        room = Room(Memory(segment), SIZES)
-        alone = Shared(World(0, 2), room, 1, spin=True, patience=patience)
+        room = SharedRoom(Memory(segment), SIZES)
+        alone = SharedMemory(World(0, 2), room, 1, spin=True, patience=patience)
         threading.Timer(0.1, told.set).start()
         with pytest.raises(Broken, match="waiting for rank 1"):
             alone.share({}, [])
@@ -127,11 +127,11 @@ class TestShared(CollectiveContract):
 
     def test_a_message_that_was_not_gathered_by_all_hides_no_older_step(self, segment: int) -> None:
         """One of two has written its facts of step 8 when the other dies."""
-        room = Room(Memory(segment), SIZES)
+        room = SharedRoom(Memory(segment), SIZES)
         told = threading.Event()
 
         def work(rank: int) -> list[list[int]]:
-            shared = Shared(World(rank, 2), room, 1, spin=False, patience=Patient(told))
+            shared = SharedMemory(World(rank, 2), room, 1, spin=False, patience=Patient(told))
             shared.gather(np.full(6, 70 + rank, dtype=np.uint8), FACTS, 7)
             if rank == 1:
                 return []
@@ -161,9 +161,9 @@ class TestGroup(CollectiveContract):
             results = [tmp_path / f"result-{rank}" for rank in range(ranks)]
 
             def work(rank: int) -> None:
-                group = Group(
+                group = TorchGroup(
                     World(rank, ranks),
-                    Slots(SIZES, torch.device("cpu")),
+                    DeviceSlots(SIZES, torch.device("cpu")),
                     backend="gloo",
                     rendezvous=tmp_path / "rendezvous",
                     device=torch.device("cpu"),
@@ -178,7 +178,9 @@ class TestGroup(CollectiveContract):
                 contract_local.start(rank, f"call {call}".encode(), tmp_path / f"log-{rank}")
             exits: dict[int, int] = {}
             while not all(r in exits or result.exists() for r, result in enumerate(results)):
-                exits |= {s.worker: s.code for s in contract_local.poll() if isinstance(s, Exit)}
+                exits |= {
+                    s.worker: s.code for s in contract_local.poll() if isinstance(s, WorkerExit)
+                }
                 time.sleep(0.005)
             contract_local.stop()
             for rank, code in exits.items():  # a body may kill its worker

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from manyhands.checkpoint.commit import FileRecord, Folder, Manifest
+from manyhands.checkpoint.commit import FileRecord, FolderStorage, StepManifest
 from manyhands.values.messages import Answer, ReadFile, StoreFile
 from manyhands.values.rundir import RunDir
-from manyhands.worker.carried_files import PIECE_BYTES, Carried, Files, fetch_step
+from manyhands.worker.carried_files import PIECE_BYTES, CarriedStorage, FileServer, fetch_step
 
 
 class Line:
     """A worker's line, with the driver at its other end."""
 
-    def __init__(self, files: Files, worker: int) -> None:
+    def __init__(self, files: FileServer, worker: int) -> None:
         self.files, self.pulse = files, SimpleNamespace(worker=worker, progress=0)
         self.numbers, self.answers = itertools.count(1), dict[int, Answer]()
 
@@ -38,12 +38,12 @@ def run(tmp_path: Path) -> RunDir:
 
 def save(run: RunDir, step: int, attempt: int, contents: dict[str, bytes]) -> None:
     """From afar."""
-    line: Any = Line(Files(run, None), attempt)
-    carried = Carried(line)
+    line: Any = Line(FileServer(run, None), attempt)
+    carried = CarriedStorage(line)
     listed: dict[str, FileRecord] = {}
     for name, data in contents.items():
         listed[name] = carried.put(step, attempt, name, [data[:100], data[100:]])
-    Folder(run).commit(Manifest(step, listed, attempt))
+    FolderStorage(run).commit(StepManifest(step, listed, attempt))
 
 
 def names(folder: Path) -> set[str]:
@@ -55,7 +55,7 @@ def test_what_is_saved_from_afar_comes_back_whole(run: RunDir, tmp_path: Path, s
     data = bytes(itertools.islice(itertools.cycle(range(251)), size))
     save(run, 5, 1, {"model.safetensors": data})
     assert (run.step(5) / "model.safetensors").read_bytes() == data
-    line: Any = Line(Files(run, None), 0)
+    line: Any = Line(FileServer(run, None), 0)
     found = fetch_step(line, RunDir(tmp_path / "scratch"), 5)
     assert (found / "model.safetensors").read_bytes() == data
 
@@ -64,13 +64,13 @@ def test_every_worker_has_a_copy_of_its_own(run: RunDir, tmp_path: Path) -> None
     """Workers of a host fetch at the same time, and one may be reading what another writes."""
     save(run, 5, 1, {"model.safetensors": b"weights"})
     scratch = RunDir(tmp_path / "scratch")
-    lines: list[Any] = [Line(Files(run, None), worker) for worker in range(2)]
+    lines: list[Any] = [Line(FileServer(run, None), worker) for worker in range(2)]
     assert fetch_step(lines[0], scratch, 5) != fetch_step(lines[1], scratch, 5)
 
 
 def test_nothing_is_left_of_an_older_copy(run: RunDir, tmp_path: Path) -> None:
     """The same step can be saved again, by others; all optimizer files in a folder are read."""
-    line: Any = Line(Files(run, None), 0)
+    line: Any = Line(FileServer(run, None), 0)
     scratch = RunDir(tmp_path / "scratch")
     save(run, 5, 1, {"optimizer-00.safetensors": b"a", "optimizer-01.safetensors": b"b"})
     fetch_step(line, scratch, 5)
@@ -79,7 +79,7 @@ def test_nothing_is_left_of_an_older_copy(run: RunDir, tmp_path: Path) -> None:
 
 
 def test_only_checkpoints_are_given_away(run: RunDir) -> None:
-    line: Any = Line(Files(run, None), 0)
+    line: Any = Line(FileServer(run, None), 0)
     (run.root / "join.token").write_text("secret")
     for path in ("join.token", "checkpoints/../join.token", "/etc/passwd"):
         asked = ReadFile(worker=0, number=line.new_number(), path=path, offset=0, size=9)

@@ -57,7 +57,7 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Ask).decode
 
 
-class Control:
+class CommandSocket:
     """The driver's end. Its `fileno` is readable when somebody speaks."""
 
     def __init__(self, path: Path) -> None:

@@ -6,36 +6,36 @@ from collections.abc import Callable
 from manyhands.driver.live.command_socket import (
     Ask,
     Change,
+    CommandSocket,
     Continue,
-    Control,
     Examine,
     Pause,
     Scale,
     StopRun,
 )
 from manyhands.driver.supervise.audience import Audience
-from manyhands.driver.supervise.speed_control import Tempo
+from manyhands.driver.supervise.speed_control import SpeedControl
 from manyhands.driver.supervise.worker_states import Situation
 from manyhands.values import events
 from manyhands.values.errors import RequestError
 from manyhands.values.messages import Settings
 
-Question = Callable[[], str | None]
+IsDone = Callable[[], str | None]
 """Is it done? If so, what to tell whoever asked for it."""
 
 
-class People:
+class LiveRequests:
     """Writes what they want into the situation; `membership.decide` does the rest."""
 
     def __init__(
         self,
         situation: Situation,
         audience: Audience,
-        control: Control,
+        control: CommandSocket,
         *,
         room: Callable[[], int] | None,
         want: Callable[[int], None],
-        tempo: Tempo | None = None,
+        tempo: SpeedControl | None = None,
     ) -> None:
         """`room()` says how many workers the machine has room for, if that may change. `want`
         tells the launcher how many somebody wants; `tempo` chooses them for a wished speed."""
@@ -43,7 +43,7 @@ class People:
         self.want, self.tempo = want, tempo
         self.stop_asked: Callable[[], bool] = lambda: False
         """Whether a signal asked the driver to stop."""
-        self._waiting: list[tuple[Callable[[str], None], Question]] = []
+        self._waiting: list[tuple[Callable[[str], None], IsDone]] = []
 
     def listen(self) -> None:
         if self.stop_asked() and not self.now.stop:
@@ -69,7 +69,7 @@ class People:
                 answer(text)
                 self._waiting.remove(item)
 
-    def _obey(self, ask: Ask) -> Question:
+    def _obey(self, ask: Ask) -> IsDone:
         now = self.now
         match ask:
             case Scale(workers=workers):
@@ -96,7 +96,7 @@ class People:
                 now.audit, now.audited = now.step % now.micro_batches, ""
                 return lambda: now.audited or None
 
-    def _scale(self, workers: int) -> Question:
+    def _scale(self, workers: int) -> IsDone:
         now = self.now
         if workers < 1 or now.most < workers <= now.micro_batches:
             raise RequestError(f"this run can use 1 to {now.most} workers, not {workers}.")
@@ -115,7 +115,7 @@ class People:
             else None
         )
 
-    def _change(self, settings: Settings) -> Question:
+    def _change(self, settings: Settings) -> IsDone:
         now = self.now
         if (problem := self.audience.objection(settings)) is not None:
             raise RequestError(problem)

@@ -7,7 +7,7 @@ connection to it is not.
 
 import signal
 
-from manyhands.driver.supervise.worker_states import Situation, Worker
+from manyhands.driver.supervise.worker_states import Situation, WorkerState
 from manyhands.values.messages import Trouble
 from manyhands.values.verdict import Cause
 
@@ -15,7 +15,7 @@ GRACE_S = 2.0
 """How long to wait for a cause when a worker ended with a code that says nothing."""
 
 
-def may_still_explain(worker: Worker) -> bool:
+def may_still_explain(worker: WorkerState) -> bool:
     """It ended by itself, and its last words may still be on the way."""
     silent = worker.trouble is None and worker.fenced is None
     by_itself = worker.exit is not None and worker.exit.code >= 0
@@ -23,7 +23,7 @@ def may_still_explain(worker: Worker) -> bool:
 
 
 def cause_of_trouble(now: Situation, trouble: Trouble, before: Trouble | None = None) -> Cause:
-    worker = now.workers.get(trouble.worker, Worker(trouble.worker))
+    worker = now.workers.get(trouble.worker, WorkerState(trouble.worker))
     noticed = "the worker itself reported it"
     if before is not None:
         noticed += f"; worker {before.worker} had failed at the same micro-batch before"
@@ -42,7 +42,7 @@ def cause_of_trouble(now: Situation, trouble: Trouble, before: Trouble | None = 
     )
 
 
-def cause_of_loss(now: Situation, worker: Worker) -> Cause:
+def cause_of_loss(now: Situation, worker: WorkerState) -> Cause:
     if worker.trouble is not None:
         return cause_of_trouble(now, worker.trouble)
     if worker.exit is None:

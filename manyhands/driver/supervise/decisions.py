@@ -13,7 +13,7 @@ class Wait:
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class StartWorkers:
     count: int
 
 
@@ -24,7 +24,7 @@ class Fence:
 
 
 @dataclass(frozen=True, slots=True)
-class Drop:
+class DropHost:
     """Give up a host: it lives, but others cannot reach it."""
 
     at: str
@@ -32,13 +32,13 @@ class Drop:
 
 
 @dataclass(frozen=True, slots=True)
-class Break:
+class BreakView:
     because: str
     cause: Cause | None
 
 
 @dataclass(frozen=True, slots=True)
-class Halt:
+class HaltView:
     because: str
     speeds: tuple[float, ...] = ()
     """A better deal than the present one."""
@@ -59,4 +59,6 @@ class GiveUp:
     cause: Cause
 
 
-Decision = Wait | Start | Fence | Drop | Break | Halt | IssueView | Finish | GiveUp
+Decision = (
+    Wait | StartWorkers | Fence | DropHost | BreakView | HaltView | IssueView | Finish | GiveUp
+)

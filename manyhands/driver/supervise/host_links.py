@@ -6,12 +6,12 @@ from itertools import accumulate
 from manyhands.accounting.micro_batches import deal
 from manyhands.driver.supervise.audience import Audience, Link
 from manyhands.driver.supervise.membership import LEAST_MEASURED_S
-from manyhands.driver.supervise.worker_states import Situation, Worker
+from manyhands.driver.supervise.worker_states import Situation, WorkerState
 from manyhands.values import events
 from manyhands.values.messages import Measured
 
 
-class Network:
+class HostLinks:
     """Keeps what was measured; `membership.not_measured` decides when it is to be."""
 
     def __init__(self, situation: Situation, audience: Audience) -> None:
@@ -20,7 +20,7 @@ class Network:
         self.gradient_bytes = 0
         self.warned: set[frozenset[str]] = set()
 
-    def hear(self, worker: Worker, message: Measured) -> None:
+    def hear(self, worker: WorkerState, message: Measured) -> None:
         """Both of a pair have the same numbers; whoever speaks first is believed."""
         homes = self._homes()
         self.gradient_bytes = message.gradient_bytes
@@ -63,7 +63,7 @@ class Network:
             self.warned |= set(found)
             self.audience.event(events.Warned(text=text))
 
-    def _homes(self) -> list[Worker]:
+    def _homes(self) -> list[WorkerState]:
         """Who speaks for each host of the current view."""
         if self.now.view is None:
             return []

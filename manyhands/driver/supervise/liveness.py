@@ -9,7 +9,7 @@ they said is still in the queue: nobody is blamed for time in which nobody liste
 import time
 from dataclasses import dataclass
 
-from manyhands.driver.supervise.worker_states import Phase, Situation, Worker
+from manyhands.driver.supervise.worker_states import Phase, Situation, WorkerState
 from manyhands.values.messages import Beat
 
 GLANCE_S = 0.25
@@ -24,7 +24,7 @@ class _Times:
     ended: float = 0.0
 
 
-class Clocks:
+class Liveness:
     def __init__(self) -> None:
         self._of: dict[int, _Times] = {}
         self._began = 0.0
@@ -45,7 +45,7 @@ class Clocks:
             times.progress = (beat.progress, time.monotonic())
         return done
 
-    def enter(self, worker: Worker, phase: Phase) -> None:
+    def enter(self, worker: WorkerState, phase: Phase) -> None:
         """A worker is in another phase from now on, and has all its patience before it."""
         now, times = time.monotonic(), self._of[worker.number]
         worker.phase = phase

@@ -36,18 +36,18 @@ from manyhands.driver.supervise.death_causes import (
     may_still_explain,
 )
 from manyhands.driver.supervise.decisions import (
-    Break,
+    BreakView,
     Decision,
-    Drop,
+    DropHost,
     Fence,
     Finish,
     GiveUp,
-    Halt,
+    HaltView,
     IssueView,
-    Start,
+    StartWorkers,
     Wait,
 )
-from manyhands.driver.supervise.worker_states import Situation, Worker
+from manyhands.driver.supervise.worker_states import Situation, WorkerState
 from manyhands.values.messages import Keeper, Left, Member, Trouble, View
 from manyhands.values.verdict import Cause
 
@@ -62,7 +62,7 @@ def decide(now: Situation) -> Decision:
     if (fence := _to_fence(now)) is not None:
         return fence
     if (count := _lacking(now)) > 0:
-        return Start(count)
+        return StartWorkers(count)
     if (drop := _cut_off(now)) is not None:
         return drop
     if now.broken is None and (lost := _lost(now)) is not None:
@@ -75,7 +75,7 @@ def decide(now: Situation) -> Decision:
     because = _reason_to_halt(now)
     if because is None:
         return Wait()
-    return Halt(because, tuple(speeds_of(now.members())) if because == UNEVEN else ())
+    return HaltView(because, tuple(speeds_of(now.members())) if because == UNEVEN else ())
 
 
 # ---- giving up
@@ -181,7 +181,7 @@ MUTE_S = 1.0
 """A host of which nothing was heard for so long since a connection to it failed is gone."""
 
 
-def _cut_off(now: Situation) -> Drop | None:
+def _cut_off(now: Situation) -> DropHost | None:
     """One of two hosts that have lost their connection to each other: the one that is mute since
     then, or (both live) the one that has lost more of them; among equals, the one that came last.
     The driver's own host stays.
@@ -199,7 +199,7 @@ def _cut_off(now: Situation) -> Drop | None:
             mute = [at for at in pair if hosts[at].host_silent_s >= worker.phase_s]
             if len(mute) == 1 and worker.phase_s >= MUTE_S:
                 name = hosts[mute[0]].host_name
-                return Drop(mute[0], f"{name} does not answer, and its connections have ended")
+                return DropHost(mute[0], f"{name} does not answer, and its connections have ended")
             if not mute:
                 links.add(frozenset(pair))
     if not links:
@@ -209,21 +209,21 @@ def _cut_off(now: Situation) -> Drop | None:
     worst = max(failed, key=lambda at: (at != "", failed[at], order.index(at)))
     link = min(sorted(link) for link in links if worst in link)
     names = " and ".join(sorted(hosts[at].host_name for at in link))
-    return Drop(worst, f"{names} both answer, but do not reach each other")
+    return DropHost(worst, f"{names} both answer, but do not reach each other")
 
 
-def _lost(now: Situation) -> Break | None:
+def _lost(now: Situation) -> BreakView | None:
     """A member that is gone, or one that had to stop because the others do not answer."""
     for worker in now.members():
         if worker.phase == "gone" and worker.left is None:
             if may_still_explain(worker):
                 continue
             cause = cause_of_loss(now, worker)
-            return Break(f"rank {cause.rank} is gone: {cause.what}", cause)
+            return BreakView(f"rank {cause.rank} is gone: {cause.what}", cause)
     for worker in now.members():
         # Who made it so may not have been seen to end yet; an audit is nobody's end.
         if worker.broken and (worker.phase_s >= GRACE_S or now.audit is not None):
-            return Break(f"worker {worker.number} lost its connection to others", None)
+            return BreakView(f"worker {worker.number} lost its connection to others", None)
     return None
 
 
@@ -260,7 +260,7 @@ def _next_view(now: Situation) -> View | None:
             return None
         staying = candidates  # only those who go hold the state: once more, to hand it over
 
-    def seniority(worker: Worker) -> tuple[bool, bool, int, int]:
+    def seniority(worker: WorkerState) -> tuple[bool, bool, int, int]:
         ready = worker.phase == "ready"
         return not now.holds(worker), not ready, now.rank_of(worker.number), worker.number
 
@@ -280,13 +280,13 @@ def _bereft(now: Situation) -> Fence | None:
     return Fence(ready[0].number, "nobody holds the state any more") if ready else None
 
 
-def by_host(workers: list[Worker]) -> list[Worker]:
+def by_host(workers: list[WorkerState]) -> list[WorkerState]:
     """Those of one host next to each other; hosts in the order of their first."""
     hosts = list(dict.fromkeys(w.at for w in workers))
     return sorted(workers, key=lambda w: hosts.index(w.at))
 
 
-def make_view(now: Situation, chosen: list[Worker]) -> View:
+def make_view(now: Situation, chosen: list[WorkerState]) -> View:
     """Of these, who are in the order of hosts."""
     generation = now.view.generation + 1 if now.view else 1
     fresh = not now.begun or not any(now.holds(w) for w in chosen)
@@ -326,7 +326,7 @@ def make_view(now: Situation, chosen: list[Worker]) -> View:
     )
 
 
-def _keepers(chosen: list[Worker]) -> list[Keeper]:
+def _keepers(chosen: list[WorkerState]) -> list[Keeper]:
     """Each cache once, served by the first who can."""
     serving = [w for w in reversed(chosen) if w.shards]
     return list({w.cache: Keeper(w.cache, w.host_name, w.shards) for w in serving}.values())
@@ -414,7 +414,7 @@ def deal_time(micro_batches: int, speeds: Iterable[float], times: Iterable[float
     return max(len(r) * t for r, t in zip(ranges, times, strict=True))
 
 
-def speeds_of(workers: list[Worker]) -> list[float]:
+def speeds_of(workers: list[WorkerState]) -> list[float]:
     """Relative to the fastest, in twentieths; one that was not measured counts as average."""
     known = sorted(w.micro_batch_s for w in workers if w.micro_batch_s > 0)
     if not known:

@@ -13,8 +13,8 @@ from manyhands.driver.supervise.audience import Audience
 from manyhands.driver.supervise.worker_states import Situation
 from manyhands.planning.pace.deadline import Aim
 from manyhands.planning.pace.workers_for_speed import (
-    Choice,
-    Speed,
+    MeasuredSpeed,
+    WorkersChoice,
     remembered,
     speed_text,
     workers_for,
@@ -44,7 +44,7 @@ class _Window:
         return quick or (self.steps > 0 and self.seconds >= MEASURE_S)
 
 
-class Tempo:
+class SpeedControl:
     """Chooses how many workers are wanted; `people` let it, until somebody says a number."""
 
     def __init__(
@@ -61,8 +61,8 @@ class Tempo:
         whoever can bring room how many workers are wished for, be there room for them or not."""
         self.aim, self.now, self.audience = aim, situation, audience
         self.left, self.least, self.most, self.want = left, situation.wanted, most, want
-        self.choice = Choice(situation.wanted, "the fewest, to begin with", None)
-        self.measured: list[Speed] = []
+        self.choice = WorkersChoice(situation.wanted, "the fewest, to begin with", None)
+        self.measured: list[MeasuredSpeed] = []
         self.unmet = False
         """The wish cannot be met, and that was said."""
         self._window = _Window(0)
@@ -90,7 +90,7 @@ class Tempo:
         window.steps += now.step - seen[1]
         window.records += self.left(seen[1]) - self.left(now.step)
         if window.full:
-            found = Speed(workers, window.records / window.seconds, at)
+            found = MeasuredSpeed(workers, window.records / window.seconds, at)
             self.measured = remembered([*self.measured, found], at)
             self._fresh, self._window = True, _Window(workers)
 

@@ -7,7 +7,7 @@ Times are in seconds until now, as the supervisor's clocks (clocks.py) last wrot
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from manyhands.launch.engines.agent import Exit
+from manyhands.launch.engines.agent import WorkerExit
 from manyhands.values.messages import Left, Settings, Trouble, View
 from manyhands.values.verdict import Cause
 
@@ -30,7 +30,7 @@ class Limits:
 
 
 @dataclass(slots=True)
-class Worker:
+class WorkerState:
     """Everything known of one worker."""
 
     number: int
@@ -47,7 +47,7 @@ class Worker:
     """Where it serves that folder of shards."""
     built: bytes = b""
     step: int = 0
-    exit: Exit | None = None
+    exit: WorkerExit | None = None
     trouble: Trouble | None = None
     left: Left | None = None
     fenced: str | None = None
@@ -106,7 +106,7 @@ class Situation:
     most: int = 1
     """No more workers than this can be used."""
     limits: Limits = field(default_factory=Limits)
-    workers: dict[int, Worker] = field(default_factory=dict[int, Worker])
+    workers: dict[int, WorkerState] = field(default_factory=dict[int, WorkerState])
     view: View | None = None
     begun: bool = False
     """Some view has begun: there is state to go on from."""
@@ -152,11 +152,11 @@ class Situation:
     unsteady: Cause | None = None
     """An audit found that nobody gets the same result twice."""
 
-    def members(self) -> list[Worker]:
+    def members(self) -> list[WorkerState]:
         """Of the current view, by rank."""
         return [self.workers[m.worker] for m in self.view.members] if self.view else []
 
-    def holds(self, worker: Worker) -> bool:
+    def holds(self, worker: WorkerState) -> bool:
         """Whether there is state in its memory to go on from."""
         if worker.phase != "ready":
             return worker.at in self.held

@@ -28,7 +28,7 @@ import msgspec
 _PR_SET_PDEATHSIG = 1
 
 
-class Start(msgspec.Struct, frozen=True, tag=True):
+class StartWorker(msgspec.Struct, frozen=True, tag=True):
     worker: int
     orders: bytes
     log: str
@@ -36,16 +36,16 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     """Its current directory; left out: the agent's."""
 
 
-class Kill(msgspec.Struct, frozen=True, tag=True):
+class KillWorker(msgspec.Struct, frozen=True, tag=True):
     worker: int
 
 
-class Started(msgspec.Struct, frozen=True, tag=True):
+class WorkerStarted(msgspec.Struct, frozen=True, tag=True):
     worker: int
     pid: int
 
 
-class Exit(msgspec.Struct, frozen=True, tag=True):
+class WorkerExit(msgspec.Struct, frozen=True, tag=True):
     """`code` as in subprocess: negative is the signal that ended it."""
 
     worker: int
@@ -56,14 +56,14 @@ class Exit(msgspec.Struct, frozen=True, tag=True):
     """Its host is gone, as far as anybody can tell: why."""
 
 
-class Unable(msgspec.Struct, frozen=True, tag=True):
+class AgentUnable(msgspec.Struct, frozen=True, tag=True):
     """The agent could not even get ready."""
 
     text: str
 
 
-ToAgent = Start | Kill
-FromAgent = Started | Exit | Unable
+ToAgent = StartWorker | KillWorker
+FromAgent = WorkerStarted | WorkerExit | AgentUnable
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_agent = msgspec.msgpack.Decoder(ToAgent).decode
@@ -112,14 +112,14 @@ class Agent:
 
     def _obey(self, order: ToAgent) -> None:
         match order:
-            case Start():
+            case StartWorker():
                 pid = os.fork()
                 if pid == 0:
                     self._become_worker(order)
                 self.pids[order.worker], self.workers[pid] = pid, order.worker
                 self.selector.register(os.pidfd_open(pid), selectors.EVENT_READ, pid)
-                self._tell(Started(order.worker, pid))
-            case Kill():
+                self._tell(WorkerStarted(order.worker, pid))
+            case KillWorker():
                 pid = self.pids.get(order.worker)
                 if pid in self.workers:
                     self.condemned.setdefault(pid, time.monotonic())
@@ -145,7 +145,7 @@ class Agent:
         if pid in self.written_off:  # its end was told before it came
             self.written_off.remove(pid)
         else:
-            self._tell(Exit(worker, pid, os.waitstatus_to_exitcode(status)))
+            self._tell(WorkerExit(worker, pid, os.waitstatus_to_exitcode(status)))
 
     def _write_off(self) -> None:
         """Report those as ended who were killed and whose threads all sit in the kernel.
@@ -159,13 +159,13 @@ class Agent:
             if now - since > UNREAPED_S and _all_in_the_kernel(pid):
                 del self.condemned[pid]
                 self.written_off.add(pid)
-                self._tell(Exit(self.workers[pid], pid, -signal.SIGKILL))
+                self._tell(WorkerExit(self.workers[pid], pid, -signal.SIGKILL))
 
     def _tell(self, message: FromAgent) -> None:
         with suppress(BrokenPipeError, ConnectionResetError):
             self.channel.send(encode(message))
 
-    def _become_worker(self, order: Start) -> None:
+    def _become_worker(self, order: StartWorker) -> None:
         """In the child; never returns."""
         code = 1
         try:
@@ -214,7 +214,7 @@ def main() -> None:
 
         entry = getattr(importlib.import_module(module), function)
     except Exception as error:
-        channel.send(encode(Unable(f"{type(error).__name__}: {error}")))
+        channel.send(encode(AgentUnable(f"{type(error).__name__}: {error}")))
         return
     gc.freeze()  # workers need not look at (and so copy) what they all have in common
     Agent(channel, entry).serve()

@@ -17,11 +17,11 @@ from typing import Protocol
 
 from manyhands.launch.engines.agent import (
     MAX_MESSAGE,
-    Exit,
-    Kill,
-    Start,
-    Started,
-    Unable,
+    AgentUnable,
+    KillWorker,
+    StartWorker,
+    WorkerExit,
+    WorkerStarted,
     decode_from_agent,
     encode,
 )
@@ -30,7 +30,7 @@ from manyhands.values.world import Machine, agent_environment, machine
 
 
 @dataclass(frozen=True, slots=True)
-class News:
+class HostNews:
     """A host has come or gone."""
 
     host: str
@@ -38,13 +38,13 @@ class News:
 
 
 @dataclass(frozen=True, slots=True)
-class Alarm:
+class LauncherWarning:
     """Something that a person should know."""
 
     text: str
 
 
-Sign = Started | Exit | News | Alarm
+LauncherEvent = WorkerStarted | WorkerExit | HostNews | LauncherWarning
 
 AGENT = "manyhands.launch.engines.agent"
 WORKER = "manyhands.worker.lifecycle:main"
@@ -63,7 +63,7 @@ def create_segments() -> tuple[int, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Berth:
+class WorkerPlace:
     """Where a worker is going to be: a host, and what it must know there."""
 
     at: str
@@ -123,7 +123,7 @@ class Launcher(Protocol):
         hear of us for `lease_s` stops them."""
         ...
 
-    def berth(self, worker: int) -> Berth:
+    def berth(self, worker: int) -> WorkerPlace:
         """Choose where a worker is going to be started."""
         ...
 
@@ -131,7 +131,7 @@ class Launcher(Protocol):
         """At its berth."""
         ...
 
-    def poll(self) -> list[Sign]:
+    def poll(self) -> list[LauncherEvent]:
         """What happened since the last call; never blocks. `fileno()` becomes readable before."""
         ...
 
@@ -211,16 +211,16 @@ class Local:
     def load(self, end: int, run: Path, lease_s: float) -> None:
         """Workers inherit what they need, and die with their agent."""
 
-    def berth(self, worker: int) -> Berth:
-        return Berth(at="", fds=self.fds)
+    def berth(self, worker: int) -> WorkerPlace:
+        return WorkerPlace(at="", fds=self.fds)
 
     def start(self, worker: int, orders: bytes, log: Path) -> None:
         self.alive[worker], self.used = 0, True
         with suppress(BrokenPipeError, ConnectionResetError):  # poll will tell
-            self.channel.send(encode(Start(worker, orders, str(log.absolute()), self.folder)))
+            self.channel.send(encode(StartWorker(worker, orders, str(log.absolute()), self.folder)))
 
-    def poll(self) -> list[Sign]:
-        signs: list[Sign] = []
+    def poll(self) -> list[LauncherEvent]:
+        signs: list[LauncherEvent] = []
         with suppress(BlockingIOError):
             while True:
                 try:
@@ -230,19 +230,21 @@ class Local:
                 if not data:
                     return signs + self._agent_gone()
                 sign = decode_from_agent(data)
-                if isinstance(sign, Unable):
+                if isinstance(sign, AgentUnable):
                     raise RequestError(f"workers cannot be started: {sign.text}")
-                if isinstance(sign, Started):
+                if isinstance(sign, WorkerStarted):
                     self.alive[sign.worker] = sign.pid
                 else:
                     self.alive.pop(sign.worker, None)
                 signs.append(sign)
         return signs
 
-    def _agent_gone(self) -> list[Sign]:
+    def _agent_gone(self) -> list[LauncherEvent]:
         """Its workers have died with it; the memory has not. Another agent takes its place."""
         self.agent.wait()
-        gone: list[Sign] = [Exit(worker, pid, -9) for worker, pid in self.alive.items()]
+        gone: list[LauncherEvent] = [
+            WorkerExit(worker, pid, -9) for worker, pid in self.alive.items()
+        ]
         for pid in self.alive.values():
             _see_dead(pid)
         self.alive.clear()
@@ -257,7 +259,7 @@ class Local:
 
     def kill(self, worker: int) -> None:
         with suppress(OSError):
-            self.channel.send(encode(Kill(worker)))
+            self.channel.send(encode(KillWorker(worker)))
 
     def drop(self, at: str, because: str) -> None:
         """There is no other host to be cut off from."""
@@ -301,7 +303,7 @@ class Inline:
         module, _, function = entry.partition(":")
         self.entry: Callable[[bytes], int] = getattr(importlib.import_module(module), function)
         self.fds = fds
-        self.signs: queue.SimpleQueue[Sign] = queue.SimpleQueue()
+        self.signs: queue.SimpleQueue[LauncherEvent] = queue.SimpleQueue()
         self._event = os.eventfd(0, os.EFD_NONBLOCK)
         self._thread: threading.Thread | None = None
         self.born, self.used = time.time(), False
@@ -321,13 +323,13 @@ class Inline:
     def load(self, end: int, run: Path, lease_s: float) -> None:
         """It is this process's own memory."""
 
-    def berth(self, worker: int) -> Berth:
-        return Berth(at="", fds=self.fds)
+    def berth(self, worker: int) -> WorkerPlace:
+        return WorkerPlace(at="", fds=self.fds)
 
     def start(self, worker: int, orders: bytes, log: Path) -> None:
         assert self._thread is None, "the plan knows most_workers"
         self.used = True
-        self._tell(Started(worker, os.getpid()))
+        self._tell(WorkerStarted(worker, os.getpid()))
         self._thread = threading.Thread(
             target=self._work, args=(worker, orders), name="worker", daemon=True
         )
@@ -338,16 +340,16 @@ class Inline:
         try:
             code = self.entry(orders)
         finally:
-            self._tell(Exit(worker, os.getpid(), code))
+            self._tell(WorkerExit(worker, os.getpid(), code))
 
-    def _tell(self, sign: Sign) -> None:
+    def _tell(self, sign: LauncherEvent) -> None:
         self.signs.put(sign)
         os.eventfd_write(self._event, 1)
 
-    def poll(self) -> list[Sign]:
+    def poll(self) -> list[LauncherEvent]:
         with suppress(BlockingIOError):
             os.eventfd_read(self._event)
-        signs: list[Sign] = []
+        signs: list[LauncherEvent] = []
         with suppress(queue.Empty):
             while True:
                 signs.append(self.signs.get_nowait())

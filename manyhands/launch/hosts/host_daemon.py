@@ -25,8 +25,14 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from manyhands.launch.engines.agent import Exit, Kill, Start
-from manyhands.launch.engines.launcher import WORKER, Alarm, Local, News, create_segments
+from manyhands.launch.engines.agent import KillWorker, StartWorker, WorkerExit
+from manyhands.launch.engines.launcher import (
+    WORKER,
+    HostNews,
+    LauncherWarning,
+    Local,
+    create_segments,
+)
 from manyhands.launch.hosts.join_protocol import (
     IDLE_S,
     PIECE_BYTES,
@@ -34,17 +40,17 @@ from manyhands.launch.hosts.join_protocol import (
     WINDOW,
     Blank,
     Bye,
-    Dropped,
     Echo,
-    Finding,
-    FromPorter,
+    FilePiece,
+    FromHost,
     Going,
     Here,
-    Inquiry,
+    HostDropped,
     Load,
     Logged,
-    Piece,
     Ping,
+    ProbeAnswer,
+    ProbeQuestion,
     Settled,
     Want,
     decode_to_porter,
@@ -183,9 +189,9 @@ class _Visit:
             self._settle_when_unpacked()
             self._pass_on_findings()
             for sign in self.hands.poll():
-                if isinstance(sign, Exit):
+                if isinstance(sign, WorkerExit):
                     self._pass_on_log(sign.worker, last=True)
-                if not isinstance(sign, News | Alarm):
+                if not isinstance(sign, HostNews | LauncherWarning):
                     self._tell(sign)
             for worker in list(self.logs):
                 self._pass_on_log(worker)
@@ -231,7 +237,7 @@ class _Visit:
             python=platform.python_version(),
         )
 
-    def _tell(self, message: FromPorter) -> None:
+    def _tell(self, message: FromHost) -> None:
         with suppress(zmq.ZMQError):
             self.socket.send(encode(message), flags=zmq.NOBLOCK)
 
@@ -275,24 +281,24 @@ class _Visit:
         match message:
             case Load():
                 self._begin(message)
-            case Piece(offset=offset, data=data):
+            case FilePiece(offset=offset, data=data):
                 self._take(offset, data)
-            case Start(worker=worker, orders=orders, log=log):
+            case StartWorker(worker=worker, orders=orders, log=log):
                 path = Path(log)
                 if self.scratch is not None:
                     path = self.scratch.path / f"worker-{worker}.log"
                     self.logs[worker] = path, 0
                 self.hands.start(worker, orders, path)
-            case Kill(worker=worker):
+            case KillWorker(worker=worker):
                 self.hands.kill(worker)
-            case Inquiry(line=line):
+            case ProbeQuestion(line=line):
                 self._inquire(line)
             case Blank():
                 self.hands.stop()
                 self.load, self.lease_s = None, IDLE_S
                 self._forget_files()
                 self.logs.clear()
-            case Dropped(because=because, wait_s=wait_s):
+            case HostDropped(because=because, wait_s=wait_s):
                 raise _Lost(because, wait_s)
             case Bye(because=because):
                 self.say(because)
@@ -362,9 +368,9 @@ class _Visit:
         if self.probe is None:
             return
         for line in self.probe.lines():
-            self._tell(Finding(line))
+            self._tell(ProbeAnswer(line))
         if self.probe.ended is not None:
-            self._tell(Finding(b"", self.probe.ended))
+            self._tell(ProbeAnswer(b"", self.probe.ended))
             self.poller.unregister(self.probe.fileno())
             self.probe.close()
             self.probe = None

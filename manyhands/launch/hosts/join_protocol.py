@@ -16,7 +16,7 @@ from typing import Annotated
 
 import msgspec
 
-from manyhands.launch.engines.agent import Exit, Kill, Start, Started
+from manyhands.launch.engines.agent import KillWorker, StartWorker, WorkerExit, WorkerStarted
 
 PING_S = 0.25
 IDLE_S = 10.0
@@ -55,7 +55,7 @@ class Want(msgspec.Struct, frozen=True, tag=True):
     offset: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
 
-class Piece(msgspec.Struct, frozen=True, tag=True):
+class FilePiece(msgspec.Struct, frozen=True, tag=True):
     offset: int
     data: bytes
 
@@ -85,13 +85,13 @@ class Logged(msgspec.Struct, frozen=True, tag=True):
     data: bytes
 
 
-class Inquiry(msgspec.Struct, frozen=True, tag=True):
+class ProbeQuestion(msgspec.Struct, frozen=True, tag=True):
     """A question for a probe of that host, which is started by the first (probe.py)."""
 
     line: bytes
 
 
-class Finding(msgspec.Struct, frozen=True, tag=True):
+class ProbeAnswer(msgspec.Struct, frozen=True, tag=True):
     """A probe's answer."""
 
     line: bytes
@@ -103,7 +103,7 @@ class Blank(msgspec.Struct, frozen=True, tag=True):
     """The run is over: forget everything about it."""
 
 
-class Dropped(msgspec.Struct, frozen=True, tag=True):
+class HostDropped(msgspec.Struct, frozen=True, tag=True):
     """You were given up; come back as somebody new, after a while."""
 
     because: str
@@ -120,9 +120,13 @@ class Bye(msgspec.Struct, frozen=True, tag=True):
     because: str
 
 
-FromPorter = Here | Want | Settled | Echo | Started | Exit | Logged | Finding | Going | Bye
-ToPorter = Load | Piece | Start | Kill | Ping | Inquiry | Blank | Dropped | Bye
+FromHost = (
+    Here | Want | Settled | Echo | WorkerStarted | WorkerExit | Logged | ProbeAnswer | Going | Bye
+)
+ToHost = (
+    Load | FilePiece | StartWorker | KillWorker | Ping | ProbeQuestion | Blank | HostDropped | Bye
+)
 
 encode = msgspec.msgpack.Encoder().encode
-decode_from_porter = msgspec.msgpack.Decoder(FromPorter).decode
-decode_to_porter = msgspec.msgpack.Decoder(ToPorter).decode
+decode_from_porter = msgspec.msgpack.Decoder(FromHost).decode
+decode_to_porter = msgspec.msgpack.Decoder(ToHost).decode

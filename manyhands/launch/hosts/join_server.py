@@ -19,36 +19,36 @@ import msgspec
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-from manyhands.launch.engines.agent import Exit, Started
+from manyhands.launch.engines.agent import WorkerExit, WorkerStarted
 from manyhands.launch.hosts.join_protocol import (
     IDLE_S,
     PIECE_BYTES,
     PING_S,
     Bye,
-    Dropped,
     Echo,
-    Finding,
+    FilePiece,
     Going,
     Here,
+    HostDropped,
     Load,
     Logged,
-    Piece,
     Ping,
+    ProbeAnswer,
     Settled,
-    ToPorter,
+    ToHost,
     Want,
     decode_from_porter,
     encode,
 )
 from manyhands.launch.wire.channel import OnlyThisKey
-from manyhands.launch.wire.refusals import Strangers
+from manyhands.launch.wire.refusals import Refusals
 from manyhands.values.credentials import Credentials
 
 MOST_MESSAGE = 4 << 20
 
 
 @dataclass(slots=True)
-class Guest:
+class JoinedHost:
     """A host that has joined."""
 
     key: str
@@ -62,31 +62,31 @@ class Guest:
 
 
 @dataclass(frozen=True, slots=True)
-class Came:
-    guest: Guest
+class HostCame:
+    guest: JoinedHost
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
-    guest: Guest
+class HostReady:
+    guest: JoinedHost
 
 
 @dataclass(frozen=True, slots=True)
-class Gone:
+class HostGone:
     key: str
     because: str
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class HostSaid:
     key: str
-    message: Started | Exit | Logged | Finding
+    message: WorkerStarted | WorkerExit | Logged | ProbeAnswer
 
 
-Happening = Came | Ready | Gone | Said
+Happening = HostCame | HostReady | HostGone | HostSaid
 
 
-class Gate:
+class JoinServer:
     """The driver's end. Only its thread touches the socket."""
 
     def __init__(self, secret: bytes, addresses: list[str], port: int = 0) -> None:
@@ -102,7 +102,7 @@ class Gate:
         self.socket.curve_secretkey = credentials.server_secret
         self.socket.linger, self.socket.maxmsgsize = 1000, MOST_MESSAGE
         self.socket.sndhwm = 0
-        self.strangers = Strangers(self.context, self.socket)
+        self.strangers = Refusals(self.context, self.socket)
         try:
             self.port = bind(self.socket, addresses, port)
         except zmq.ZMQError:
@@ -115,7 +115,7 @@ class Gate:
         self.happenings: queue.SimpleQueue[Happening] = queue.SimpleQueue()
         self.event = os.eventfd(0, os.EFD_NONBLOCK)
         """Readable when something has happened."""
-        self.guests: dict[str, Guest] = {}
+        self.guests: dict[str, JoinedHost] = {}
         self._load: Load | None = None
         self._task_fd = -1
         self._errands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -145,7 +145,7 @@ class Gate:
 
         self._do(forget)
 
-    def send(self, key: str, message: ToPorter) -> None:
+    def send(self, key: str, message: ToHost) -> None:
         self._do(lambda: self._send(key, message))
 
     def drop(self, key: str, because: str, wait_s: float = 0.0) -> None:
@@ -231,11 +231,11 @@ class Gate:
         guest = self.guests.get(key)
         if guest is None:
             if isinstance(message, Here):
-                guest = self.guests[key] = Guest(key, message, heard=time.monotonic())
-                self._tell(Came(guest))
+                guest = self.guests[key] = JoinedHost(key, message, heard=time.monotonic())
+                self._tell(HostCame(guest))
                 self._welcome(guest)
             elif not isinstance(message, Bye):
-                self._send(key, Dropped("this run does not know you"))
+                self._send(key, HostDropped("this run does not know you"))
             return
         match message:
             case Echo(number=number):
@@ -244,21 +244,21 @@ class Gate:
                     guest.round_trip_s = time.monotonic() - guest.heard
             case Want(offset=offset) if self._load is not None:
                 size = min(PIECE_BYTES, max(0, self._load.end - offset))
-                self._send(key, Piece(offset, os.pread(self._task_fd, size, offset)))
+                self._send(key, FilePiece(offset, os.pread(self._task_fd, size, offset)))
             case Settled():
                 guest.settled = message
-                self._tell(Ready(guest))
-            case Started() | Exit() | Logged() | Finding():
-                self._tell(Said(key, message))
+                self._tell(HostReady(guest))
+            case WorkerStarted() | WorkerExit() | Logged() | ProbeAnswer():
+                self._tell(HostSaid(key, message))
             case Going():
                 guest.settled = None
             case Bye(because=because):
                 del self.guests[key]
-                self._tell(Gone(key, because))
+                self._tell(HostGone(key, because))
             case _:
                 self.strangers.count()
 
-    def _welcome(self, guest: Guest) -> None:
+    def _welcome(self, guest: JoinedHost) -> None:
         if self._load is not None:
             self._send(guest.key, self._load)
 
@@ -274,10 +274,10 @@ class Gate:
 
     def _give_up(self, key: str, because: str, wait_s: float = 0.0) -> None:
         if self.guests.pop(key, None) is not None:
-            self._send(key, Dropped(because, wait_s))
-            self._tell(Gone(key, because))
+            self._send(key, HostDropped(because, wait_s))
+            self._tell(HostGone(key, because))
 
-    def _send(self, key: str, message: ToPorter) -> None:
+    def _send(self, key: str, message: ToHost) -> None:
         with suppress(zmq.ZMQError):
             self.socket.send_multipart([bytes.fromhex(key), encode(message)], flags=zmq.NOBLOCK)
 

@@ -18,10 +18,24 @@ from typing import Protocol
 
 import zmq
 
-from manyhands.launch.engines.agent import Exit, Kill, Start, Started
-from manyhands.launch.engines.launcher import Alarm, Berth, Local, News, Sign, blank
-from manyhands.launch.hosts.join_protocol import Blank, Finding, Load, Logged
-from manyhands.launch.hosts.join_server import Came, Gate, Gone, Guest, Ready, Said
+from manyhands.launch.engines.agent import KillWorker, StartWorker, WorkerExit, WorkerStarted
+from manyhands.launch.engines.launcher import (
+    HostNews,
+    LauncherEvent,
+    LauncherWarning,
+    Local,
+    WorkerPlace,
+    blank,
+)
+from manyhands.launch.hosts.join_protocol import Blank, Load, Logged, ProbeAnswer
+from manyhands.launch.hosts.join_server import (
+    HostCame,
+    HostGone,
+    HostReady,
+    HostSaid,
+    JoinedHost,
+    JoinServer,
+)
 from manyhands.launch.shipping.ship_files import pack_files
 from manyhands.values.credentials import write_token
 from manyhands.values.errors import RequestError
@@ -32,13 +46,13 @@ REST_S, MOST_REST_S = 10.0, 300.0
 """How long a host that others could not reach stays away, the first time and at the most."""
 
 
-class Starter(Protocol):
+class HostStarter(Protocol):
     """Something that was started to bring a host here, and is seen to end with the cluster."""
 
     def close(self) -> None: ...
 
 
-class Provider(Protocol):
+class HostProvider(Protocol):
     """Brings hosts as they are needed, and in place of those that are lost."""
 
     def room(self) -> int:
@@ -50,14 +64,14 @@ class Provider(Protocol):
         been idle for a while is given back."""
         ...
 
-    def news(self) -> list[News]: ...
+    def news(self) -> list[HostNews]: ...
 
     def close(self) -> None: ...
 
 
 @dataclass(slots=True)
 class _Host:
-    guest: Guest
+    guest: JoinedHost
     workers: dict[int, int] = field(default_factory=dict[int, int])
     """worker → pid; 0 until it has started."""
 
@@ -79,7 +93,7 @@ class Listening:
         return own_address() if first in ("0.0.0.0", "::", "*") else first
 
 
-class Cluster:
+class ManyHosts:
     """A Launcher of workers on all hosts that are here."""
 
     most_workers: int | None = None
@@ -87,8 +101,8 @@ class Cluster:
 
     def __init__(self, entry: str, fds: tuple[int, int], listening: Listening) -> None:
         self.listening, self.fds = listening, fds
-        self.starters: list[Starter] = []
-        self.provider: Provider | None = None
+        self.starters: list[HostStarter] = []
+        self.provider: HostProvider | None = None
         self.ship: tuple[Path, ...] = ()
         """What workers on other hosts find in their current directory."""
         self.marker: Path | None = None
@@ -97,7 +111,7 @@ class Cluster:
         self.here_slots = machine().cores if listening.here is None else listening.here
         self.here = Local(entry, fds) if self.here_slots else None
         try:
-            self.gate = Gate(listening.secret, listening.addresses, listening.port)
+            self.gate = JoinServer(listening.secret, listening.addresses, listening.port)
         except zmq.ZMQError as error:
             if self.here is not None:
                 self.here.close()
@@ -110,7 +124,7 @@ class Cluster:
         """Killed, and not seen dead yet: their slots can be given away."""
         self.log_of: dict[int, Path] = {}
         self.drops = Counter[str]()
-        self.unborn: list[Exit] = []
+        self.unborn: list[WorkerExit] = []
         """Workers that could not even be started."""
         self.closed = False
         self.selector = selectors.DefaultSelector()
@@ -171,7 +185,7 @@ class Cluster:
         files = task if end > task else 0
         self.gate.load(Load(str(run.absolute()), end, marker.name, lease_s, files), self.fds[0])
 
-    def berth(self, worker: int) -> Berth:
+    def berth(self, worker: int) -> WorkerPlace:
         """The host with the largest part of its slots free; this one among equals."""
         slots = {key: h.guest.here.slots for key, h in self.hosts.items() if h.guest.settled}
         if self.here_slots or not slots:
@@ -180,14 +194,14 @@ class Cluster:
         # One that is leaving may still have its slot: then some host has one too many for a while.
         return self._berth(worker, max(slots, key=lambda key: 1 - taken[key] / max(1, slots[key])))
 
-    def _berth(self, worker: int, key: str) -> Berth:
+    def _berth(self, worker: int, key: str) -> WorkerPlace:
         self.at[worker] = key
         if key == "":
             shown = self.listening.shown
-            return Berth(at="", fds=self.fds, address=shown, driver=shown)
+            return WorkerPlace(at="", fds=self.fds, address=shown, driver=shown)
         guest = self.hosts[key].guest
         assert guest.settled is not None
-        return Berth(
+        return WorkerPlace(
             at=key,
             fds=guest.settled.fds,
             address=guest.here.address,
@@ -203,63 +217,67 @@ class Cluster:
         if key == "" and self.here is not None:
             self.here.start(worker, orders, log)
         elif key not in self.hosts:
-            self.unborn.append(Exit(worker, 0, -9, lost="no host had room for it"))
+            self.unborn.append(WorkerExit(worker, 0, -9, lost="no host had room for it"))
         else:
             self.hosts[key].workers[worker] = 0
             self.log_of[worker] = log.absolute()
-            self.gate.send(key, Start(worker, orders, str(log.absolute())))
+            self.gate.send(key, StartWorker(worker, orders, str(log.absolute())))
 
-    def poll(self) -> list[Sign]:
-        signs: list[Sign] = [] if self.here is None else self.here.poll()
+    def poll(self) -> list[LauncherEvent]:
+        signs: list[LauncherEvent] = [] if self.here is None else self.here.poll()
         signs, self.unborn = [*signs, *self.unborn], []
         signs += [] if self.provider is None else self.provider.news()
         if (text := self.gate.strangers.words()) is not None:
-            signs.append(Alarm(text))
+            signs.append(LauncherWarning(text))
         for happening in self.gate.happened():
             match happening:
-                case Came(guest=guest):
+                case HostCame(guest=guest):
                     signs += self._came(guest)
-                case Ready():
+                case HostReady():
                     pass
-                case Gone(key=key, because=because):
+                case HostGone(key=key, because=because):
                     signs += self._gone(key, because)
-                case Said(key=key, message=message):
+                case HostSaid(key=key, message=message):
                     signs += self._said(key, message)
         for sign in signs:
-            if isinstance(sign, Exit):
+            if isinstance(sign, WorkerExit):
                 self.at.pop(sign.worker, None)
                 self.doomed.discard(sign.worker)
         return signs
 
-    def _came(self, guest: Guest) -> list[Sign]:
+    def _came(self, guest: JoinedHost) -> list[LauncherEvent]:
         here = guest.here
         if (problem := differs(here.version, here.torch, here.python)) is not None:
             self.gate.drop(guest.key, problem)
-            return [News(here.name, f"was turned away: {problem}")]
+            return [HostNews(here.name, f"was turned away: {problem}")]
         self.hosts[guest.key] = _Host(guest)
         room = f"{here.slots} worker{'s' * (here.slots != 1)}"
-        return [News(here.name, f"has joined, with room for {room}")]
+        return [HostNews(here.name, f"has joined, with room for {room}")]
 
-    def _gone(self, key: str, because: str) -> list[Sign]:
+    def _gone(self, key: str, because: str) -> list[LauncherEvent]:
         host = self.hosts.pop(key, None)
         if host is None:
             return []
         name = host.guest.here.name
-        news: list[Sign] = [News(name, f"is gone: {because}")]
-        return news + [Exit(w, pid, -9, host=name, lost=because) for w, pid in host.workers.items()]
+        news: list[LauncherEvent] = [HostNews(name, f"is gone: {because}")]
+        return news + [
+            WorkerExit(w, pid, -9, host=name, lost=because) for w, pid in host.workers.items()
+        ]
 
-    def _said(self, key: str, message: Started | Exit | Logged | Finding) -> list[Sign]:
+    def _said(
+        self, key: str, message: WorkerStarted | WorkerExit | Logged | ProbeAnswer
+    ) -> list[LauncherEvent]:
         host = self.hosts.get(key)
-        if host is None or isinstance(message, Finding) or message.worker not in host.workers:
+        if host is None or isinstance(message, ProbeAnswer) or message.worker not in host.workers:
             return []
         match message:
             case Logged(worker=worker, data=data):
                 with self.log_of[worker].open("ab") as file:
                     file.write(data)
                 return []
-            case Started(worker=worker, pid=pid):
+            case WorkerStarted(worker=worker, pid=pid):
                 host.workers[worker] = pid
-            case Exit(worker=worker):
+            case WorkerExit(worker=worker):
                 del host.workers[worker]
         return [message]
 
@@ -272,7 +290,7 @@ class Cluster:
         if key == "" and self.here is not None:
             self.here.kill(worker)
         elif key:
-            self.gate.send(key, Kill(worker))
+            self.gate.send(key, KillWorker(worker))
 
     def drop(self, at: str, because: str) -> None:
         """Until it comes back as somebody new, each time later: it may be no better then."""

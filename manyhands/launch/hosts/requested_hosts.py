@@ -17,7 +17,7 @@ from typing import IO
 
 from manyhands.launch.engines.launcher import WORKER, create_segments
 from manyhands.launch.hosts.host_daemon import address_towards
-from manyhands.launch.hosts.many_hosts import Cluster, Listening
+from manyhands.launch.hosts.many_hosts import Listening, ManyHosts
 from manyhands.values.credentials import new_secret, read_token, write_token
 from manyhands.values.errors import RequestError
 
@@ -89,13 +89,13 @@ def understand(wish: Wish) -> tuple[Listening, list[tuple[str, int | None]]]:
     return Listening([address], port, _secret(wish.token_file), here), others
 
 
-def open_cluster(wish: Wish) -> Cluster:
+def open_cluster(wish: Wish) -> ManyHosts:
     """Listen, start porters on the hosts that were named, and wait until they are here."""
     listening, others = understand(wish)
-    cluster = Cluster(WORKER, create_segments(), listening)
+    cluster = ManyHosts(WORKER, create_segments(), listening)
     try:
         there = replace(listening, port=cluster.gate.port)
-        starters = [Starter(there, wish.ssh, name, slots) for name, slots in others]
+        starters = [SshHost(there, wish.ssh, name, slots) for name, slots in others]
         cluster.starters += starters
 
         def alive() -> None:
@@ -128,7 +128,7 @@ def _bare(host: str) -> str:
     return host.rpartition("@")[2]
 
 
-class Starter:
+class SshHost:
     """A porter on another host, started over ssh."""
 
     def __init__(self, driver: Listening, ssh: str, host: str, slots: int | None) -> None:

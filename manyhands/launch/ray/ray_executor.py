@@ -31,14 +31,14 @@ LOOK_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
+class RayShared:
     """A value that Ray keeps once per node, as an argument of many calls."""
 
     reference: Any
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _RayRoom:
     """Of a shared value, in the arguments of a call that travels."""
 
     index: int
@@ -64,9 +64,9 @@ class RayExecutor(Executor):
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
         if self.closed:
             raise RuntimeError("cannot schedule new futures after shutdown")
-        shared = [a.reference for a in args if isinstance(a, Shared)]
+        shared = [a.reference for a in args if isinstance(a, RayShared)]
         places = iter(range(len(shared)))
-        plain = [_Place(next(places)) if isinstance(a, Shared) else a for a in args]
+        plain = [_RayRoom(next(places)) if isinstance(a, RayShared) else a for a in args]
         call = cloudpickle.dumps((fn, plain, kwargs))
         future: Future[T] = Future()
         future.set_running_or_notify_cancel()
@@ -85,9 +85,9 @@ class RayExecutor(Executor):
         reference.future().add_done_callback(done)
         return future
 
-    def put(self, value: Any) -> Shared:
+    def put(self, value: Any) -> RayShared:
         """For calls that take it as a positional argument."""
-        return Shared(self.ray.put(value))
+        return RayShared(self.ray.put(value))
 
     def _lost(self, error: BaseException) -> BaseException:
         """The call neither returned nor raised."""
@@ -143,7 +143,7 @@ def _run(call: bytes, folder: str, path: list[str], *shared: Any) -> bytes:
         os.chdir(folder)
     function, args, kwargs = pickle.loads(call)
     try:
-        args = [shared[a.index] if isinstance(a, _Place) else a for a in args]
+        args = [shared[a.index] if isinstance(a, _RayRoom) else a for a in args]
         found = (True, function(*args, **kwargs))
     except Exception as error:
         found = (False, error)

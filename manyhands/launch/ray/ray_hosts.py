@@ -15,9 +15,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from manyhands.launch.engines.launcher import WORKER, News, create_segments
+from manyhands.launch.engines.launcher import WORKER, HostNews, create_segments
 from manyhands.launch.hosts.host_daemon import Offer, serve
-from manyhands.launch.hosts.many_hosts import Cluster, Listening
+from manyhands.launch.hosts.many_hosts import Listening, ManyHosts
 from manyhands.launch.hosts.requested_hosts import Wish
 from manyhands.launch.ray.ray_resources import (
     Resources,
@@ -82,7 +82,7 @@ class RayHosts:
     """A Provider: keeps as many slots on Ray's nodes as are wanted."""
 
     def __init__(
-        self, cluster: Cluster, session: Session, each: Resources | None, *, spread: bool
+        self, cluster: ManyHosts, session: Session, each: Resources | None, *, spread: bool
     ) -> None:
         """`each` is what a worker needs; None: as many CPUs as it has threads."""
         self.cluster, self.session, self.ray = cluster, session, session.ray
@@ -95,7 +95,7 @@ class RayHosts:
         self.try_next = 0
         """How many bundles at most the next group should have, after one that did not fit."""
         self.hired = self.failures = 0
-        self.told: list[News] = []
+        self.told: list[HostNews] = []
         self.trouble = ""
         self.changing = threading.Lock()
         self.over = threading.Event()
@@ -128,7 +128,7 @@ class RayHosts:
             self._wait(gang, least)
         self._request(most if most > least else 0)
 
-    def news(self) -> list[News]:
+    def news(self) -> list[HostNews]:
         told = list(self.told)
         del self.told[: len(told)]
         return told
@@ -166,7 +166,7 @@ class RayHosts:
             time.sleep(0.02)
         deadline = time.monotonic() + JOIN_S
         while self._here() < least:
-            self.told += [sign for sign in self.cluster.poll() if isinstance(sign, News)]
+            self.told += [sign for sign in self.cluster.poll() if isinstance(sign, HostNews)]
             if self.failures >= FAILURES or time.monotonic() > deadline:
                 why = f" The last porter ended so: {self.trouble}" if self.trouble else ""
                 raise RequestError(
@@ -336,10 +336,10 @@ class RayHosts:
             self.ray.autoscaler.sdk.request_resources(bundles=bundles)
 
     def _tell(self, what: str) -> None:
-        self.told.append(News("ray", what))
+        self.told.append(HostNews("ray", what))
 
 
-def open_on_ray(engine: str, wish: Wish) -> Cluster:
+def open_on_ray(engine: str, wish: Wish) -> ManyHosts:
     """A cluster whose hosts are brought by Ray. The driver's own host has no other hands."""
     if wish.any:
         raise RequestError("--hosts and --listen are for local processes; Ray brings its own.")
@@ -347,7 +347,7 @@ def open_on_ray(engine: str, wish: Wish) -> Cluster:
     session = Session(address_of(engine), wish.ray_token_file)
     try:
         listening = Listening([session.address], 0, new_secret(), here=0)
-        cluster = Cluster(WORKER, create_segments(), listening)
+        cluster = ManyHosts(WORKER, create_segments(), listening)
     except BaseException:
         session.close()
         raise

@@ -20,8 +20,8 @@ import msgspec
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-from manyhands.launch.wire.heartbeat import Pulse, Waiting
-from manyhands.launch.wire.refusals import Strangers
+from manyhands.launch.wire.heartbeat import Heartbeat, Waiting
+from manyhands.launch.wire.refusals import Refusals
 from manyhands.values.errors import Broken
 from manyhands.values.messages import (
     Answer,
@@ -52,7 +52,7 @@ class OnlyThisKey:
         return key == self.public
 
 
-class Switchboard:
+class SupervisorChannel:
     """The supervisor's end."""
 
     def __init__(self, address: str = "127.0.0.1") -> None:
@@ -69,7 +69,7 @@ class Switchboard:
         self.socket.curve_publickey, self.socket.curve_secretkey = public, secret
         self.socket.linger = 0
         self.socket.ipv6 = ":" in address
-        self.strangers = Strangers(self.context, self.socket)
+        self.strangers = Refusals(self.context, self.socket)
         where = f"[{address}]" if ":" in address else address
         port = self.socket.bind_to_random_port(f"tcp://{where}")
         self.strangers.where = f"{where}:{port}"
@@ -110,10 +110,10 @@ class Switchboard:
         self.context.term()
 
 
-class Line:
+class WorkerChannel:
     """A worker's end. Its thread sends the pulse; whoever waits for an answer is seen to wait."""
 
-    def __init__(self, keys: Keys, pulse: Pulse) -> None:
+    def __init__(self, keys: Keys, pulse: Heartbeat) -> None:
         self.pulse, self.waiting = pulse, Waiting(pulse, self.broken)
         self.context = zmq.Context()
         self.socket: zmq.Socket[bytes] = self.context.socket(zmq.DEALER)

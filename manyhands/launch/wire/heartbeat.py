@@ -11,7 +11,7 @@ from statistics import median
 from manyhands.values.messages import Beat, StepRecord
 
 
-class Pulse:
+class Heartbeat:
     def __init__(self, worker: int, *, log_every: int) -> None:
         self.worker, self.log_every, self.leads = worker, log_every, False
         self.step, self.loss = 0, math.nan
@@ -84,7 +84,7 @@ class Pulse:
 class Waiting:
     """A worker's patience: entered while it waits for others, so that nobody blames it."""
 
-    def __init__(self, pulse: Pulse, broken: Callable[[], bool]) -> None:
+    def __init__(self, pulse: Heartbeat, broken: Callable[[], bool]) -> None:
         self.pulse, self.broken = pulse, broken
 
     def __enter__(self) -> None:

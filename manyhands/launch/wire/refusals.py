@@ -14,7 +14,7 @@ _REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCO
 _SEEN = zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _REFUSALS
 
 
-class Counts(NamedTuple):
+class RefusalCounts(NamedTuple):
     """Connections with another key, connections of something else, messages without sense."""
 
     keys: int = 0
@@ -22,7 +22,7 @@ class Counts(NamedTuple):
     messages: int = 0
 
 
-class Strangers:
+class Refusals:
     """Of one ROUTER. `look` and `count` belong to the thread that owns the socket; `words` may be
     asked by another, but only by one."""
 
@@ -34,7 +34,7 @@ class Strangers:
         messages that could not be read or came from somebody who does not exist."""
         self._unproven: list[int] = []
         """Connections whose handshake is under way."""
-        self._told, self._told_at, self._first_at = Counts(), 0.0, 0.0
+        self._told, self._told_at, self._first_at = RefusalCounts(), 0.0, 0.0
         self._watched = socket
         self._monitor: zmq.Socket[bytes] = context.socket(zmq.PAIR)
         self._monitor.rcvhwm = 0  # else whoever tells us would wait for us to listen
@@ -67,13 +67,13 @@ class Strangers:
     def words(self) -> str | None:
         """About what is new, if it is time to say something."""
         now = time.monotonic()
-        counts = Counts(self.keys, max(0, self.connections - self.keys), self.messages)
+        counts = RefusalCounts(self.keys, max(0, self.connections - self.keys), self.messages)
         if counts == self._told:
             return None
         self._first_at = self._first_at or now
         if now - self._first_at < FIRST_S or (self._told_at and now - self._told_at < TELL_S):
             return None
-        new = Counts(*(a - b for a, b in zip(counts, self._told, strict=True)))
+        new = RefusalCounts(*(a - b for a, b in zip(counts, self._told, strict=True)))
         self._told, self._told_at, self._first_at = counts, now, 0.0
         return said(new, self.where)
 
@@ -82,7 +82,7 @@ class Strangers:
         self._monitor.close(0)
 
 
-def said(new: Counts, where: str) -> str:
+def said(new: RefusalCounts, where: str) -> str:
     """ "3 connections with another key were refused at 10.0.0.1:7077" """
     parts = [
         f"{_count(n, thing)} {how}"

@@ -26,7 +26,7 @@ MEMORY_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Speed:
+class MeasuredSpeed:
     workers: int
     samples_per_s: float
     at: float
@@ -34,7 +34,7 @@ class Speed:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class WorkersChoice:
     value: int
     because: str
     enough: bool | None
@@ -64,44 +64,44 @@ class _Stay:
 
 def workers_for(
     wanted: float,
-    measured: Sequence[Speed],
+    measured: Sequence[MeasuredSpeed],
     now: float,
     least: int,
     most: int,
     *,
     by: str = "",
-) -> Choice:
+) -> WorkersChoice:
     """For `wanted` samples a second; `by` says whose wish that is. The last of `measured` is how
     fast those are who are there now. Asked again, it may give another answer only when something
     was measured in between, or `wanted` has changed."""
     stays = _stays(measured)
     if not stays:
-        return Choice(least, "the fewest, to begin with", None)
+        return WorkersChoice(least, "the fewest, to begin with", None)
     here = stays[-1]
     count, speed = here.workers, here.lately
     said = f"{speed:,.0f} samples/s, {speed_text(wanted)} wanted{by}"
     if not least <= count <= most:
-        return Choice(min(max(count, least), most), f"{least} to {most} may be used", None)
+        return WorkersChoice(min(max(count, least), most), f"{least} to {most} may be used", None)
     if speed < NEARLY * wanted:
         before = stays[-2] if len(stays) > 1 else here
         if _in_vain(before, here) and here.sure:
             fewer = max(least, before.workers)
-            return Choice(fewer, f"{_workers(count)} were hardly faster: {said}", False)
+            return WorkersChoice(fewer, f"{_workers(count)} were hardly faster: {said}", False)
         if not here.sure and (speed >= CLEARLY * wanted or _in_vain(before, here)):
-            return Choice(count, said, None)
-        return Choice(_more(wanted, stays, now, most), said, False if here.sure else None)
+            return WorkersChoice(count, said, None)
+        return WorkersChoice(_more(wanted, stays, now, most), said, False if here.sure else None)
     fewer = _fewer(wanted, stays, now, least) if here.sure else count
     if fewer < count:
-        return Choice(fewer, f"{_workers(fewer)} will do: {said}", True)
-    return Choice(count, said, True)
+        return WorkersChoice(fewer, f"{_workers(fewer)} will do: {said}", True)
+    return WorkersChoice(count, said, True)
 
 
-def remembered(measured: Sequence[Speed], now: float) -> list[Speed]:
+def remembered(measured: Sequence[MeasuredSpeed], now: float) -> list[MeasuredSpeed]:
     """Those that still count; the last always does."""
     return [m for m in measured[:-1] if now - m.at <= MEMORY_S] + list(measured[-1:])
 
 
-def _stays(measured: Sequence[Speed]) -> list[_Stay]:
+def _stays(measured: Sequence[MeasuredSpeed]) -> list[_Stay]:
     stays: list[_Stay] = []
     for one in measured:
         if not stays or stays[-1].workers != one.workers:

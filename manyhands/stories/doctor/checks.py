@@ -11,7 +11,7 @@ from typing import Literal
 
 from manyhands.driver.supervise.audience import Link
 from manyhands.launch.hosts.many_hosts import differs
-from manyhands.stories.doctor.questions import Facts
+from manyhands.stories.doctor.questions import HostFacts
 
 FEW_FILES, TOO_FEW_FILES = 1024, 128
 SMALL_SHM_BYTES = 128 << 20
@@ -54,7 +54,7 @@ class Diagnosis:
         return f"{what} would not work: {_count(wrong, 'problem')}{warnings}."
 
 
-def machine_checks(where: str, facts: Facts, slots: int | None = None) -> list[Check]:
+def machine_checks(where: str, facts: HostFacts, slots: int | None = None) -> list[Check]:
     """What a host says of itself."""
     size = f"{_count(facts.cores, 'core')}, {facts.memory_bytes / 1e9:.1f} GB of memory"
     found = [Check("ok", where, size)]
@@ -105,7 +105,7 @@ def _loopback(where: str, seconds: float) -> Check:
     return Check("ok", where, took)
 
 
-def version_checks(where: str, mine: Facts, theirs: Facts) -> list[Check]:
+def version_checks(where: str, mine: HostFacts, theirs: HostFacts) -> list[Check]:
     """A host that has other versions than the driver's."""
     if (problem := differs(theirs.manyhands, theirs.torch, theirs.python)) is not None:
         return [Check("wrong", where, f"{problem}. Install the same there.")]

@@ -20,11 +20,11 @@ import msgspec
 import zmq
 
 from manyhands.driver.supervise.audience import Link
-from manyhands.launch.hosts.join_protocol import Finding, Inquiry
-from manyhands.launch.hosts.join_server import Came, Gate, Gone, Guest, Said
+from manyhands.launch.hosts.join_protocol import ProbeAnswer, ProbeQuestion
+from manyhands.launch.hosts.join_server import HostCame, HostGone, HostSaid, JoinedHost, JoinServer
 from manyhands.launch.hosts.many_hosts import Listening, differs
 from manyhands.launch.hosts.probe_process import Probe
-from manyhands.launch.hosts.requested_hosts import Starter, Wish, parse_hosts, understand
+from manyhands.launch.hosts.requested_hosts import SshHost, Wish, parse_hosts, understand
 from manyhands.stories.doctor import checks, questions
 from manyhands.stories.doctor.checks import Check, Diagnosis
 from manyhands.values.credentials import new_secret
@@ -37,15 +37,15 @@ ANSWER_S = 30.0
 CLOCK_ASKS = 5
 HERE = "this host"
 
-F = TypeVar("F", bound=questions.Finding)
-Say = Callable[[Check | str], None]
+F = TypeVar("F", bound=questions.ProbeFinding)
+Tell = Callable[[Check | str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Heard:
     """What came of a question."""
 
-    finding: questions.Finding | None = None
+    finding: questions.ProbeFinding | None = None
     error: str = ""
     sent: float = 0.0
     received: float = 0.0
@@ -55,9 +55,9 @@ class Heard:
 class Rounds:
     """Asks the probes of all hosts, each one question at a time. "" is this host."""
 
-    def __init__(self, gate: Gate | None) -> None:
+    def __init__(self, gate: JoinServer | None) -> None:
         self.gate, self.here = gate, Probe()
-        self.guests: dict[str, Guest] = {}
+        self.guests: dict[str, JoinedHost] = {}
         self.gone: dict[str, str] = {}
         self._heard: dict[str, Heard] = {}
         self._asked: dict[str, float] = {}
@@ -90,13 +90,13 @@ class Rounds:
                     self._fail("", self.here.ended)
         for happening in self.gate.happened() if self.gate is not None else []:
             match happening:
-                case Came(guest=guest):
+                case HostCame(guest=guest):
                     self.guests[guest.key] = guest
-                case Gone(key=key, because=because):
+                case HostGone(key=key, because=because):
                     self.guests.pop(key, None)
                     self.gone[key] = because
                     self._fail(key, because)
-                case Said(key=key, message=Finding(line=line, ended=ended)):
+                case HostSaid(key=key, message=ProbeAnswer(line=line, ended=ended)):
                     self._fail(key, ended) if ended else self._hear(key, line)
                 case _:
                     pass
@@ -114,7 +114,7 @@ class Rounds:
                 if self.here.ended is not None:
                     self._fail("", self.here.ended)
             elif self.gate is not None:
-                self.gate.send(key, Inquiry(line))
+                self.gate.send(key, ProbeQuestion(line))
                 if key in self.gone:
                     self._fail(key, self.gone[key])
         deadline = time.monotonic() + patience_s
@@ -138,7 +138,7 @@ class Rounds:
 
 
 def examine(
-    wish: Wish, folder: Path, *, expect: int = 1, patience_s: float = 60.0, say: Say
+    wish: Wish, folder: Path, *, expect: int = 1, patience_s: float = 60.0, say: Tell
 ) -> Diagnosis:
     """Everything that would stop or slow a run here, or on these hosts. `say` hears it at once."""
     checks: list[Check] = []
@@ -174,9 +174,9 @@ def _marker(folder: Path, note: Callable[[Check], None]) -> Path:
 
 def _look_here(
     rounds: Rounds, address: str, marker: Path, note: Callable[..., None]
-) -> questions.Facts | None:
+) -> questions.HostFacts | None:
     heard = rounds.ask({"": questions.Look(address, str(marker))}, LOOK_S)[""]
-    facts = _as(questions.Facts, heard)
+    facts = _as(questions.HostFacts, heard)
     if facts is None:
         note(Check("wrong", HERE, f"workers cannot be started: {heard.error}"))
         return None
@@ -189,24 +189,24 @@ class _Examination:
     """Of several hosts."""
 
     def __init__(
-        self, wish: Wish, folder: Path, marker: Path, note: Callable[..., None], say: Say
+        self, wish: Wish, folder: Path, marker: Path, note: Callable[..., None], say: Tell
     ) -> None:
         self.wish, self.folder, self.marker = wish, folder, marker
         self.note, self.say = note, say
-        self.facts: dict[str, questions.Facts] = {}
+        self.facts: dict[str, questions.HostFacts] = {}
         self.names: dict[str, str] = {"": socket.gethostname()}
 
     def run(self, expect: int, patience_s: float, checks: list[Check]) -> Diagnosis:
         self._resolve()
         listening, others = understand(self.wish)
         try:
-            gate = Gate(listening.secret, listening.addresses, listening.port)
+            gate = JoinServer(listening.secret, listening.addresses, listening.port)
         except zmq.ZMQError as error:
             where = f"{listening.addresses[0]}:{listening.port}"
             self.note(Check("wrong", HERE, f"cannot listen at {where}: {error}"))
             return Diagnosis(1, checks, [])
         there = replace(listening, port=gate.port)
-        starters = [Starter(there, self.wish.ssh, name, slots) for name, slots in others]
+        starters = [SshHost(there, self.wish.ssh, name, slots) for name, slots in others]
         try:
             with Rounds(gate) as rounds:
                 self.rounds = rounds
@@ -239,7 +239,7 @@ class _Examination:
     # ---- who comes
 
     def _gather(
-        self, starters: Sequence[Starter], there: Listening, expect: int, patience_s: float
+        self, starters: Sequence[SshHost], there: Listening, expect: int, patience_s: float
     ) -> None:
         """Wait for the hosts that were named, or for as many as were said to join."""
         waited = {starter.host.rpartition("@")[2]: starter for starter in starters}
@@ -290,7 +290,7 @@ class _Examination:
         }
         for key, heard in self.rounds.ask(looks, LOOK_S).items():
             name, slots = self.names[key], guests[key].here.slots
-            if (facts := _as(questions.Facts, heard)) is None:
+            if (facts := _as(questions.HostFacts, heard)) is None:
                 text = f"workers cannot be started there: {heard.error}"
                 self.note(Check("wrong", name, text))
                 continue

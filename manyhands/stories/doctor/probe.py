@@ -20,17 +20,18 @@ from manyhands.stories.doctor.questions import (
     Clock,
     Dial,
     Dialled,
-    Facts,
-    Finding,
+    HostFacts,
     Look,
     Meet,
     Met,
+    ProbeFinding,
     Question,
     Time,
     decode_asked,
     encode,
 )
-from manyhands.training.collective.sockets import Door, Links
+from manyhands.training.collective.handshake import PeerListener
+from manyhands.training.collective.sockets import Sockets
 from manyhands.values.errors import Broken
 from manyhands.values.version import VERSION
 from manyhands.values.world import World, machine, torch_version
@@ -56,9 +57,9 @@ class Until:
 
 class Probing:
     def __init__(self) -> None:
-        self.door: Door | None = None
+        self.door: PeerListener | None = None
 
-    def answer(self, question: Question) -> Finding:
+    def answer(self, question: Question) -> ProbeFinding:
         match question:
             case Look():
                 return self._look(question)
@@ -69,13 +70,13 @@ class Probing:
             case Meet():
                 return self._meet(question)
 
-    def _look(self, look: Look) -> Facts:
+    def _look(self, look: Look) -> HostFacts:
         mine, bound = machine(), ""
         try:
-            self.door = Door(look.address)
+            self.door = PeerListener(look.address)
         except OSError as error:
             bound = f"{look.address}: {error.strerror or error}"
-        return Facts(
+        return HostFacts(
             host=mine.host,
             python=platform.python_version(),
             torch=torch_version(),
@@ -95,7 +96,7 @@ class Probing:
     def _meet(self, meet: Meet) -> Met:
         assert self.door is not None, "others know its address"
         try:
-            links = Links(
+            links = Sockets(
                 World(meet.rank, 2, (1, 1)),
                 [],
                 door=self.door,

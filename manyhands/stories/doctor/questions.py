@@ -12,7 +12,7 @@ class Look(msgspec.Struct, frozen=True, tag=True):
     marker: str
 
 
-class Facts(msgspec.Struct, frozen=True, tag=True):
+class HostFacts(msgspec.Struct, frozen=True, tag=True):
     host: str
     python: str
     torch: str
@@ -71,7 +71,7 @@ class Met(msgspec.Struct, frozen=True, tag=True):
 
 
 Question = Look | Clock | Dial | Meet
-Finding = Facts | Time | Dialled | Met
+ProbeFinding = HostFacts | Time | Dialled | Met
 
 
 class Asked(msgspec.Struct, frozen=True):
@@ -83,7 +83,7 @@ class Asked(msgspec.Struct, frozen=True):
 
 class Answered(msgspec.Struct, frozen=True):
     number: int
-    finding: Finding
+    finding: ProbeFinding
 
 
 encode = msgspec.json.Encoder().encode

@@ -36,20 +36,20 @@ _MAGIC = b"mhfr"
 _HEADER = struct.Struct("<4sIqQQ")  # magic, kind, generation, turn, length of what follows
 _MOST_BUFFERS = 512
 
-Buffers = list[memoryview]
+SendBuffers = list[memoryview]
 
 
-class Line:
+class Connection:
     """What is still to be sent to one host and received from it in the turn under way."""
 
     def __init__(self, rank: int, sock: socket.socket, generation: int) -> None:
         self.rank, self.socket, self.generation = rank, sock, generation
         self._sent = self._received = 0
-        self._out: Buffers = []
-        self._held: Buffers = []  # until the other is reading
-        self._into: Buffers = []
-        self._later: Buffers = []  # what comes after the header
-        self._body: Buffers = []
+        self._out: SendBuffers = []
+        self._held: SendBuffers = []  # until the other is reading
+        self._into: SendBuffers = []
+        self._later: SendBuffers = []  # what comes after the header
+        self._body: SendBuffers = []
         self._head = memoryview(bytearray(_HEADER.size))
         self._expected = b""  # until it has come
         self._bytes_in = self._bytes_due = 0
@@ -61,7 +61,7 @@ class Line:
     def busy(self) -> bool:
         return bool(self._out or self._into or self._held)
 
-    def begin(self, kind: int, send: Buffers | None, receive: Buffers | None) -> None:
+    def begin(self, kind: int, send: SendBuffers | None, receive: SendBuffers | None) -> None:
         """A frame in each direction; None for none."""
         if send is not None:
             self._sent += 1
@@ -184,7 +184,7 @@ class Line:
         return last
 
 
-def close_all(lines: Sequence[Line]) -> None:
+def close_all(lines: Sequence[Connection]) -> None:
     """With a farewell to those who listen, so that nobody is taken for dead. In LEAVE_S at most."""
     until, staying = time.monotonic() + LEAVE_S, list(lines)
     while staying := [line for line in staying if not line.take_leave()]:
@@ -204,7 +204,7 @@ def _told(header: bytes) -> str:
     return f"{KINDS[kind]} {turn} of view {generation} ({size} bytes)"
 
 
-def _advance(buffers: Buffers, size: int) -> None:
+def _advance(buffers: SendBuffers, size: int) -> None:
     done = 0
     for buffer in buffers:
         if size < len(buffer):

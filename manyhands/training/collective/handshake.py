@@ -43,7 +43,7 @@ _WELCOME = b"\x01"
 FAREWELL = b"manyhands: I leave, all is well."
 """The last bytes of who closes a connection on purpose; as long as a header of a frame."""
 
-Report = Callable[[str], None]
+OnRefusal = Callable[[str], None]
 _Steps = Generator[int, bytes, None]
 """One side of a handshake: yields how many bytes it needs, is sent these bytes."""
 
@@ -60,14 +60,14 @@ class _OutOfPlace(_Refused):
     stranger = False
 
 
-class Door:
+class PeerListener:
     """Where this process can be reached by its peers, for all views of its life.
 
     `address` must be one of this host's that the others can reach (names are resolved here,
     once). `report` is told of refused callers, once a second at most.
     """
 
-    def __init__(self, address: str = "127.0.0.1", report: Report | None = None) -> None:
+    def __init__(self, address: str = "127.0.0.1", report: OnRefusal | None = None) -> None:
         family, _, _, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
         self.listener = socket.create_server(place, family=family, backlog=BACKLOG)
         self.listener.setblocking(False)
@@ -169,7 +169,7 @@ class _Meeting:
 
     def __init__(
         self,
-        door: Door,
+        door: PeerListener,
         world: World,
         addresses: Sequence[str],
         generation: int,

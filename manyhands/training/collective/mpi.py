@@ -56,7 +56,7 @@ LEAST_NAP_S, MOST_NAP_S = 20e-6, 500e-6
 PIECE_BYTES = 1 << 30
 """MPI counts in 32 bits; larger stretches go in several messages."""
 
-Parcel = tuple[Bytes, int]
+SentBytes = tuple[Bytes, int]
 """Bytes to be sent or filled, and the rank at the other end."""
 
 _adrift: "list[MPI.Request]" = []
@@ -119,8 +119,8 @@ class Mpi:
     def exchange(self, counts: Sequence[int], owned: Sequence[Bounds]) -> list[list[Lanes]]:
         me, mine = self.world.rank, owned[self.world.rank]
         parts: list[list[Lanes]] = []
-        sends: list[Parcel] = []
-        receives: list[Parcel] = []
+        sends: list[SentBytes] = []
+        receives: list[SentBytes] = []
         for rank, count in enumerate(counts):
             if rank == me:
                 parts.append([stretch(self.slots[k], mine) for k in range(count)])
@@ -169,7 +169,7 @@ class Mpi:
         return room
 
     def _move(
-        self, sends: list[Parcel], receives: list[Parcel], meanwhile: Meanwhile = nothing
+        self, sends: list[SentBytes], receives: list[SentBytes], meanwhile: Meanwhile = nothing
     ) -> None:
         comm, byte, tag = self.comm, self._mpi.BYTE, self.tag
         coming: list[tuple[int, MPI.Request]] = []
@@ -244,12 +244,12 @@ def finish() -> None:
         mpi.Finalize()
 
 
-def _parcels(lanes: Lanes, rank: int) -> list[Parcel]:
+def _parcels(lanes: Lanes, rank: int) -> list[SentBytes]:
     """As bytes: numpy knows no bfloat16, and MPI need not know what it carries."""
     return [(t.detach().view(torch.uint8).numpy(), rank) for t in lanes.values() if t.numel()]
 
 
-def _pieces(parcels: Iterable[Parcel]) -> Iterator[Parcel]:
+def _pieces(parcels: Iterable[SentBytes]) -> Iterator[SentBytes]:
     for content, rank in parcels:
         for start in range(0, len(content), PIECE_BYTES):
             yield content[start : start + PIECE_BYTES], rank

@@ -36,7 +36,7 @@ class _Timespec(ctypes.Structure):
 _NAP = _Timespec(0, int(NAP_S * 1e9))
 
 
-class Words:
+class SequenceWords:
     def __init__(
         self,
         words: NDArray[np.uint32],

@@ -4,12 +4,12 @@
 One copy of the weights serves all workers, so `share` is only a meeting. A step costs two meetings
 (`gather`, `share`), and each byte of gradient is read once by the worker that owns it.
 
-What is written here outlives whoever wrote it. A `Room` is the part that does not change when the
-members do; a `Shared` is one view's use of it, with sequence words that no other view has touched.
-What was gathered stays, with a stamp, until the same kind has been gathered twice more: whoever
-finishes a step that others began reads it again (`Room.recall`). Rows are by rank in the whole
-view, so that those of other hosts have a place among them (tiers.py); words and slots are of this
-host's workers alone.
+What is written here outlives whoever wrote it. A `SharedRoom` is the part that does not change when
+the members do; a `SharedMemory` is one view's use of it, with sequence words that no other view has
+touched. What was gathered stays, with a stamp, until the same kind has been gathered twice more:
+whoever finishes a step that others began reads it again (`SharedRoom.recall`). Rows are by rank in
+the whole view, so that those of other hosts have a place among them (tiers.py); words and slots are
+of this host's workers alone.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ from manyhands.training.collective.collective import (
     nothing,
     stretch,
 )
-from manyhands.training.collective.sequence_words import STRIDE, Words
+from manyhands.training.collective.sequence_words import STRIDE, SequenceWords
 from manyhands.training.state.memory import Memory
 from manyhands.values.world import World
 
@@ -39,7 +39,7 @@ MOST_VIEWS = 1 << 24
 _STAMP = 3  # generation, stamp, length
 
 
-class Room:
+class SharedRoom:
     """Sequence words of every view, messages and partial sums of every rank."""
 
     def __init__(self, memory: Memory, sizes: Sizes) -> None:
@@ -87,16 +87,16 @@ class Room:
         return best[1]
 
 
-class Shared:
+class SharedMemory:
     def __init__(
-        self, world: World, room: Room, generation: int, *, spin: bool, patience: Patience
+        self, world: World, room: SharedRoom, generation: int, *, spin: bool, patience: Patience
     ) -> None:
         assert world.num_ranks <= MOST_RANKS
         self.world, self.room, self.generation = world, room, generation
         both = room.words.array(generation, 2, MOST_RANKS * STRIDE, dtype=np.uint32)
         words, self._readiness = cast(NDArray[np.uint32], both)
         me, here = world.local_rank, world.local_ranks
-        self.words = Words(words, me, here, spin=spin, patience=patience)
+        self.words = SequenceWords(words, me, here, spin=spin, patience=patience)
         self.slots: Sequence[Lanes] = room.slots(me)
         self._turns = [0] * (OUTCOMES + 1)
         self._tables = {
@@ -105,10 +105,10 @@ class Shared:
             for turn in range(2)
         }
 
-    def readiness(self, patience: Patience) -> Words:
+    def readiness(self, patience: Patience) -> SequenceWords:
         """A second row of words: how far each worker is within a step."""
         me, here = self.world.local_rank, self.world.local_ranks
-        return Words(self._readiness, me, here, spin=False, patience=patience, watched=True)
+        return SequenceWords(self._readiness, me, here, spin=False, patience=patience, watched=True)
 
     def gather(
         self, mine: Bytes, kind: int = FACTS, stamp: int = 0, meanwhile: Meanwhile = nothing

@@ -2,9 +2,9 @@
 """Hosts of a view over TCP sockets of our own: a cut link or a hung peer blocks nobody for long.
 
 As many bytes move as in a ring allreduce, straight between tensors and sockets, with all hosts at
-once in one thread. Hosts have proven who they are when they met (`Door`); from then on bytes travel
-plain: gradients can be read on the way. Every frame says of which view, kind, turn and length it
-is, so hosts that disagree about what they are doing find out at once.
+once in one thread. Hosts have proven who they are when they met (`PeerListener`); from then on
+bytes travel plain: gradients can be read on the way. Every frame says of which view, kind, turn and
+length it is, so hosts that disagree about what they are doing find out at once.
 
 When the kernel gives up a connection or a host leaves, whoever waits is told at once, takes leave
 of the others in turn, and the view is over for all.
@@ -37,11 +37,11 @@ from manyhands.training.collective.frames import (
     LOST,
     MEASURE,
     SHARE,
-    Buffers,
-    Line,
+    Connection,
+    SendBuffers,
     close_all,
 )
-from manyhands.training.collective.handshake import NAP_S, Door, named
+from manyhands.training.collective.handshake import NAP_S, PeerListener, named
 from manyhands.values.errors import Broken
 from manyhands.values.world import World, opponents
 
@@ -59,7 +59,7 @@ _GONE = select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR
 _EVENTS = select.EPOLLIN | select.EPOLLOUT | select.EPOLLRDHUP | select.EPOLLET
 
 
-class Links:
+class Sockets:
     """`slots` are given: they are the host's, in memory that its workers share.
 
     One thread at a time may use it; `close` may be called by any.
@@ -70,7 +70,7 @@ class Links:
         world: World,
         slots: Sequence[Lanes],
         *,
-        door: Door,
+        door: PeerListener,
         addresses: Sequence[str],
         generation: int,
         secret: bytes,
@@ -88,7 +88,7 @@ class Links:
             patience=patience,
             dead_s=dead_s,
         )
-        self._lines = {rank: Line(rank, sock, generation) for rank, sock in sockets.items()}
+        self._lines = {rank: Connection(rank, sock, generation) for rank, sock in sockets.items()}
         # Edge-triggered, for everything is tried before it is waited for.
         self._epoll = select.epoll()
         for sock in sockets.values():
@@ -181,7 +181,7 @@ class Links:
 
     # ---- measuring
 
-    def _lead(self, line: Line) -> tuple[float, float]:
+    def _lead(self, line: Connection) -> tuple[float, float]:
         """The leader of a pair has the clock. It tells the other how much comes next."""
         orders, answer = np.zeros(3), np.zeros(3)
         trips = [self._time(line, [orders], [answer]) for _ in range(PINGS)]
@@ -199,7 +199,7 @@ class Links:
         self._time(line, [orders], None)
         return seconds, speed
 
-    def _follow(self, line: Line) -> tuple[float, float]:
+    def _follow(self, line: Connection) -> tuple[float, float]:
         orders, block = np.zeros(3), np.ones((2, MOST_BYTES), dtype=np.uint8)
         for _ in range(PINGS):
             self._time(line, None, [orders])
@@ -211,7 +211,7 @@ class Links:
                 return seconds, speed
             self._time(line, [block[0, : int(size)]], [block[1, : int(size)]])
 
-    def _time(self, line: Line, send: Arrays | None, receive: Arrays | None) -> float:
+    def _time(self, line: Connection, send: Arrays | None, receive: Arrays | None) -> float:
         begun = time.perf_counter()
         line.begin(MEASURE, _bytes_of(send), _bytes_of(receive))
         self._move()
@@ -246,7 +246,7 @@ class Links:
             with self.patience:
                 self._wait(busy)
 
-    def _wait(self, busy: list[Line]) -> None:
+    def _wait(self, busy: list[Connection]) -> None:
         ask_at = 0.0
         while busy:
             now = time.perf_counter()
@@ -261,7 +261,7 @@ class Links:
             else:
                 self._sleep(ask_at - now, busy)
 
-    def _attempt(self, lines: Iterable[Line]) -> bool:
+    def _attempt(self, lines: Iterable[Connection]) -> bool:
         """Whether anything could be moved."""
         moved = False
         for line in lines:
@@ -271,7 +271,7 @@ class Links:
                 raise self._loss(line, error) from error
         return moved
 
-    def _sleep(self, nap_s: float, busy: list[Line]) -> None:
+    def _sleep(self, nap_s: float, busy: list[Connection]) -> None:
         """Until something can be moved. Who has done its part can be lost all the same."""
         events = self._epoll.poll(nap_s)
         if not events or any(event & _GONE for _, event in events):
@@ -279,7 +279,7 @@ class Links:
                 if line not in busy and line.is_gone():
                     raise self._loss(line, ConnectionResetError("it ended"))
 
-    def _loss(self, line: Line, error: OSError) -> Broken:
+    def _loss(self, line: Connection, error: OSError) -> Broken:
         """Others leave when one is lost, and their farewell may be here first: all are looked at,
         and looked at again."""
         for nap_s in (NAP_S, 0):
@@ -290,15 +290,15 @@ class Links:
         return Broken(f"{_named([line])} left the view: {error}")
 
 
-def _named(lines: Sequence[Line]) -> str:
+def _named(lines: Sequence[Connection]) -> str:
     return named([line.rank for line in lines])
 
 
-def _bytes_of(arrays: Arrays | None) -> Buffers | None:
+def _bytes_of(arrays: Arrays | None) -> SendBuffers | None:
     return None if arrays is None else [array.view(np.uint8).data for array in arrays]
 
 
-def _buffers(slots: Iterable[Lanes]) -> Buffers:
+def _buffers(slots: Iterable[Lanes]) -> SendBuffers:
     """The memory itself, in an order that all hosts agree on."""
     return [
         lanes[dtype].detach().view(torch.uint8).numpy().data

@@ -39,7 +39,7 @@ MEET_S = 10
 """Members of a view are ready when it is issued; one that does not come by then has died."""
 
 
-class Group:
+class TorchGroup:
     def __init__(
         self,
         world: World,
@@ -139,7 +139,7 @@ class Group:
                 work.wait()
 
 
-class Slots(Sequence[Lanes]):
+class DeviceSlots(Sequence[Lanes]):
     """Partial sums in memory of a device's own, made when they are first used: most workers need
     one or two."""
 

@@ -25,8 +25,8 @@ from manyhands.training.collective.collective import (
     Patience,
     nothing,
 )
-from manyhands.training.collective.sequence_words import Words
-from manyhands.training.collective.shared_memory import Shared
+from manyhands.training.collective.sequence_words import SequenceWords
+from manyhands.training.collective.shared_memory import SharedMemory
 from manyhands.values.errors import Broken
 from manyhands.values.world import World
 
@@ -36,7 +36,7 @@ CLOSING_S = 5.0
 """A courier asks its patience all the time; only gloo, where nothing is shared, may take longer."""
 
 
-class Unseen:
+class UnseenPatience:
     """The courier's patience: it gives up when the worker must, but nobody sees it wait."""
 
     def __init__(self, patience: Patience, closed: threading.Event) -> None:
@@ -49,11 +49,11 @@ class Unseen:
     def __exit__(self, *error: object) -> None: ...
 
 
-class Tiers:
+class TwoLevel:
     def __init__(
         self,
         world: World,
-        local: Shared,
+        local: SharedMemory,
         between: Callable[[Patience], Collective] | None,
         *,
         patience: Patience,
@@ -69,7 +69,7 @@ class Tiers:
         self._failed: BaseException | None = None
         self._sent: Future[Any] | None = None
         self._closed = threading.Event()
-        self._unseen = Unseen(patience, self._closed)
+        self._unseen = UnseenPatience(patience, self._closed)
         if self.many and world.leads_host:
             assert between is not None, "only workers that share memory can do without"
             self._courier = ThreadPoolExecutor(1, "courier")
@@ -99,7 +99,7 @@ class Tiers:
         with self.patience:
             return self.send(errand).result()
 
-    def readiness(self) -> Words:
+    def readiness(self) -> SequenceWords:
         return self.local.readiness(self._unseen)
 
     def gather(

@@ -33,7 +33,7 @@ large enough for the calls not to cost more than the work."""
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TensorPlace:
     """One parameter or buffer in its lane."""
 
     name: str
@@ -59,14 +59,14 @@ class Piece:
 
 @dataclass(frozen=True)
 class Layout:
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TensorPlace, ...]
     sizes: dict[torch.dtype, int]
     """Elements of each lane."""
     trainable_sizes: dict[torch.dtype, int]
     """Elements of each lane up to the end of its last trainable piece."""
 
     @cached_property
-    def trainable(self) -> tuple[Piece, ...]:
+    def trainable(self) -> tuple[TensorPlace, ...]:
         return tuple(p for p in self.pieces if p.trainable)
 
     @cached_property
@@ -75,9 +75,9 @@ class Layout:
         counts = [-(-p.numel // BLOCK) for p in self.trainable]
         return tuple(accumulate(counts, initial=0))
 
-    def spans_of(self, first: int, stop: int) -> list[tuple[Piece, int, int]]:
+    def spans_of(self, first: int, stop: int) -> list[tuple[TensorPlace, int, int]]:
         """The blocks [first, stop), as (piece, start, stop) in its lane."""
-        found: list[tuple[Piece, int, int]] = []
+        found: list[tuple[TensorPlace, int, int]] = []
         for piece, (a, b) in zip(self.trainable, pairwise(self.first_blocks), strict=True):
             low, high = max(a, first), min(b, stop)
             if low < high:
@@ -94,7 +94,7 @@ class Layout:
 class Span:
     """A part of a trainable piece: [start, stop) in its lane. `whole` when it is all of it."""
 
-    piece: Piece
+    piece: TensorPlace
     index: int
     """Of the piece among the trainable ones."""
     start: int
@@ -137,13 +137,13 @@ def lay_out(named: Sequence[tuple[str, Tensor, bool]]) -> Layout:
     _refuse_overlaps(tensors)
     ends: dict[torch.dtype, int] = {}
     trainable_ends: dict[torch.dtype, int] = {}
-    pieces: list[Piece] = []
+    pieces: list[TensorPlace] = []
     for name, tensor, trainable in sorted(tensors, key=lambda t: not t[2]):
         dtype = tensor.dtype
         align = max(16, 64 // dtype.itemsize)
         start = -(-ends.get(dtype, 0) // align) * align
         stride = tensor.stride() if _dense(tensor) else torch.empty(tensor.shape).stride()
-        piece = Piece(
+        piece = TensorPlace(
             name, dtype, tuple(tensor.shape), stride, start, trainable, (*aliases.get(name, ()),)
         )
         pieces.append(piece)

@@ -35,14 +35,14 @@ class Memory:
         nbytes = prod(shape) * np.dtype(dtype).itemsize
         return self.shelf(1, nbytes).array(0, *shape, dtype=dtype)
 
-    def shelf(self, count: int, nbytes: int) -> "Shelf":
+    def shelf(self, count: int, nbytes: int) -> "Boxes":
         """Room for `count` boxes of `nbytes` each; a box is mapped when it is first opened."""
         length = -(-max(1, nbytes) // PAGE) * PAGE
         offset, self.taken = self.taken, self.taken + count * length
-        return Shelf(self.fd, offset, count, length)
+        return Boxes(self.fd, offset, count, length)
 
 
-class Shelf:
+class Boxes:
     def __init__(self, fd: int | None, offset: int, count: int, length: int) -> None:
         self.fd, self.offset, self.count, self.length = fd, offset, count, length
         self._open: dict[int, mmap.mmap] = {}

@@ -25,10 +25,10 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
-from manyhands.training.state.layout import Layout, Piece, buffers_of, lay_out
+from manyhands.training.state.layout import Layout, TensorPlace, buffers_of, lay_out
 from manyhands.values.errors import UnevenBuffer
 
-Row = NDArray[np.float64]
+StatisticsRow = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +36,12 @@ class Norm:
     """One BatchNorm that keeps running statistics, and where they are in the flat buffers."""
 
     module: _BatchNorm
-    mean: Piece
-    var: Piece
-    count: Piece
+    mean: TensorPlace
+    var: TensorPlace
+    count: TensorPlace
 
 
-class Buffers:
+class ModuleBuffers:
     """The buffers of one replica. `committed` holds the step's values, one flat lane per dtype.
 
     The module's own buffers are views of `private`. Outcomes travel as float64 rows: for each
@@ -64,9 +64,9 @@ class Buffers:
         self._widths = [n.mean.numel for n in self.norms]
         self.row_width = sum(2 * w + 1 for w in self._widths) + len(self.others)
 
-    def _adopt(self, tensors: dict[str, Tensor]) -> list[tuple[Module, str, Piece, Tensor]]:
+    def _adopt(self, tensors: dict[str, Tensor]) -> list[tuple[Module, str, TensorPlace, Tensor]]:
         """Move the module's buffers into `private`; remember where each hangs, by every name."""
-        slots: list[tuple[Module, str, Piece, Tensor]] = []
+        slots: list[tuple[Module, str, TensorPlace, Tensor]] = []
         for piece in self.layout.pieces:
             piece.view(self.committed[piece.dtype]).copy_(tensors[piece.name])
             tensor = tensors[piece.name]
@@ -100,7 +100,7 @@ class Buffers:
                     for piece in (norm.mean, norm.var, norm.count):
                         piece.view(self.private[piece.dtype]).zero_()
 
-    def end(self, row: Row) -> None:
+    def end(self, row: StatisticsRow) -> None:
         """After a micro-batch: write its outcome into `row` (which is all zeros)."""
         self._reinstate()
         at = 0
@@ -113,7 +113,7 @@ class Buffers:
         for k, piece in enumerate(self.others):
             row[at + k] = not _same_bits(self._value(piece), self._committed(piece))
 
-    def changed(self, rows: NDArray[np.float64]) -> list[Piece]:
+    def changed(self, rows: NDArray[np.float64]) -> list[TensorPlace]:
         """The other buffers that changed in any micro-batch of the step, from all its rows."""
         flags = rows[:, self.row_width - len(self.others) :]
         return [p for k, p in enumerate(self.others) if flags[:, k].any()]
@@ -194,23 +194,23 @@ class Buffers:
                     self._value_view(piece).copy_(now.detach())
                 module._buffers[name] = tensor  # pyright: ignore[reportPrivateUsage]
 
-    def _value_view(self, piece: Piece) -> Tensor:
+    def _value_view(self, piece: TensorPlace) -> Tensor:
         return piece.view(self.private[piece.dtype])
 
-    def _value(self, piece: Piece) -> Tensor:
+    def _value(self, piece: TensorPlace) -> Tensor:
         return self._value_view(piece).detach().cpu()
 
-    def _committed(self, piece: Piece) -> Tensor:
+    def _committed(self, piece: TensorPlace) -> Tensor:
         return piece.view(self.committed[piece.dtype])
 
 
-def pack(outcomes: Iterable[dict[str, Tensor]], pieces: Sequence[Piece]) -> NDArray[np.uint8]:
+def pack(outcomes: Iterable[dict[str, Tensor]], pieces: Sequence[TensorPlace]) -> NDArray[np.uint8]:
     """The values of `pieces` in each outcome, as bytes."""
     chunks = [_bytes_of(outcome[p.name]) for outcome in outcomes for p in pieces]
     return np.concatenate(chunks) if chunks else np.empty(0, dtype=np.uint8)
 
 
-def unpack(data: NDArray[np.uint8], pieces: Sequence[Piece]) -> dict[str, Tensor]:
+def unpack(data: NDArray[np.uint8], pieces: Sequence[TensorPlace]) -> dict[str, Tensor]:
     """One outcome back from its bytes."""
     values: dict[str, Tensor] = {}
     at = 0
@@ -222,7 +222,7 @@ def unpack(data: NDArray[np.uint8], pieces: Sequence[Piece]) -> dict[str, Tensor
     return values
 
 
-def packed_size(pieces: Sequence[Piece]) -> int:
+def packed_size(pieces: Sequence[TensorPlace]) -> int:
     return sum(p.numel * p.dtype.itemsize for p in pieces)
 
 

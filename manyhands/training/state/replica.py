@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from manyhands.training.collective.collective import Lanes
 from manyhands.training.state.layout import Layout, lay_out, parameters_of
 from manyhands.training.state.memory import Memory
-from manyhands.training.state.module_buffers import Buffers
+from manyhands.training.state.module_buffers import ModuleBuffers
 from manyhands.training.state.param_groups import change_groups
 from manyhands.values.errors import CheckpointMismatch, TaskError
 
@@ -50,7 +50,7 @@ class Replica:
             for dtype, size in self.layout.sizes.items()
         }
         self.parameters: dict[str, Tensor] = dict(model.named_parameters())
-        self.buffers = Buffers(model)
+        self.buffers = ModuleBuffers(model)
         self._refuse_strangers()
 
     def _refuse_strangers(self) -> None:

@@ -21,12 +21,12 @@ from torch.optim import Optimizer
 from manyhands.training.collective.collective import Bounds, Lanes
 from manyhands.training.state.layout import Layout, Span, Unit, block_of
 from manyhands.training.state.optimizer_kinds import Kept, has_hooks, like
-from manyhands.training.state.undo_log import Keep, Value
+from manyhands.training.state.undo_log import KeptValue, UndoLog
 from manyhands.values.errors import OptimizerRefused
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class OptimizerEntry:
     """One tensor or number of optimizer state: of parameter `name`, from `offset` on."""
 
     key: str
@@ -45,7 +45,7 @@ class _Work:
     settled: set[int]
 
 
-class SharedOut:
+class ShardedOptimizer:
     """This worker's part of the optimizer.
 
     Where it is cut at blocks, all its state lives in `keep`: vectors in flat slots, counters in a
@@ -59,7 +59,7 @@ class SharedOut:
         parameters: Mapping[str, Tensor],
         layout: Layout,
         weights: Lanes,
-        keep: Keep,
+        keep: UndoLog,
         cut: str,
         kept: Kept,
     ) -> None:
@@ -223,8 +223,8 @@ class SharedOut:
         lane = self.keep.slots.get((key, span.piece.dtype))
         return None if lane is None else lane[span.start : span.stop]
 
-    def _plain_state(self, work: _Work, tensor: Tensor) -> dict[str, Value]:
-        values: dict[str, Value] = {}
+    def _plain_state(self, work: _Work, tensor: Tensor) -> dict[str, KeptValue]:
+        values: dict[str, KeptValue] = {}
         for key, value in work.doing.state.get(tensor, {}).items():
             if value is None:
                 continue
@@ -237,14 +237,14 @@ class SharedOut:
             values[str(key)] = value
         return values
 
-    def entries(self) -> Iterator[Entry]:
+    def entries(self) -> Iterator[OptimizerEntry]:
         """Everything that must be saved of the units that are worked on here."""
         for work in self.works:
             for span, tensor in zip(work.unit.spans, work.tensors, strict=True):
                 for key, value in self._plain_state(work, tensor).items():
-                    yield Entry(key, span.piece.name, span.offset, value)
+                    yield OptimizerEntry(key, span.piece.name, span.offset, value)
 
-    def load(self, entries: Iterable[Entry]) -> None:
+    def load(self, entries: Iterable[OptimizerEntry]) -> None:
         """Take over saved state, however it was shared out when it was saved."""
         by_name: dict[str, list[tuple[_Work, int]]] = {}
         for work in self.works:
@@ -255,7 +255,7 @@ class SharedOut:
                 self._load_into(work, work.unit.spans[k], work.tensors[k], entry)
                 work.settled.add(k)
 
-    def _load_into(self, work: _Work, span: Span, tensor: Tensor, entry: Entry) -> None:
+    def _load_into(self, work: _Work, span: Span, tensor: Tensor, entry: OptimizerEntry) -> None:
         state, value = work.doing.state[tensor], entry.value
         home = self._home(entry.key, span) if self.cut == "blocks" else None
         if home is not None:

@@ -47,7 +47,7 @@ from manyhands.values.errors import OptimizerRefused
 
 SlotKey = tuple[str, torch.dtype]
 Number = float | int | bool
-Value = Tensor | Number
+KeptValue = Tensor | Number
 
 _FOREACH_COPY: Any = getattr(torch, "_foreach_copy_")  # noqa: B009 (private, and no other way)
 _IDLE, _HOLDS = 0, 1
@@ -55,7 +55,7 @@ _NOTE_BYTES = 1 << 24
 _EXTRA_BYTES = 1 << 26
 
 
-class Keep:
+class UndoLog:
     def __init__(
         self,
         layout: Layout,
@@ -255,7 +255,7 @@ class Keep:
 
     # ---- extras: optimizer state without a flat slot, per piece and by the parity of the step
 
-    def put_extras(self, piece: int, step: int, values: Mapping[str, Value]) -> None:
+    def put_extras(self, piece: int, step: int, values: Mapping[str, KeptValue]) -> None:
         tensors = {k: v.detach().contiguous() for k, v in values.items() if isinstance(v, Tensor)}
         index = {k: (str(t.dtype), list(t.shape)) for k, t in tensors.items()}
         numbers = {k: v for k, v in values.items() if k not in tensors}
@@ -277,14 +277,14 @@ class Keep:
         stamp[1] = len(head)
         stamp[0] = step + 1  # never 0, which is what untouched memory says
 
-    def get_extras(self, piece: int, step: int) -> dict[str, Value]:
+    def get_extras(self, piece: int, step: int) -> dict[str, KeptValue]:
         box = 2 * piece + step % 2
         stamp = self._extras.array(box, 2, dtype=np.int64)
         if int(stamp[0]) != step + 1:
             return {}
         head = self._extras.box(box)[64 : 64 + int(stamp[1])]
         index, numbers = msgspec.msgpack.decode(head)
-        values: dict[str, Value] = dict(numbers)
+        values: dict[str, KeptValue] = dict(numbers)
         at = 64 + _padded(len(head))
         for key, (kind, shape) in index.items():
             dtype: torch.dtype = getattr(torch, kind.removeprefix("torch."))
@@ -311,14 +311,14 @@ class Keep:
             self.put_extras(piece, step, {key: _unpacked(value) for key, value in values.items()})
 
 
-def _packed(value: Value) -> Any:
+def _packed(value: KeptValue) -> Any:
     if not isinstance(value, Tensor):
         return value
     raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     return [str(value.dtype).removeprefix("torch."), list(value.shape), raw]
 
 
-def _unpacked(value: Any) -> Value:
+def _unpacked(value: Any) -> KeptValue:
     if not isinstance(value, list):
         return value
     dtype, shape, raw = value

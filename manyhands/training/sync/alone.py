@@ -16,11 +16,11 @@ from manyhands.accounting.micro_batches import Cut, MicroBatch, Node
 from manyhands.training.compute.micro_batch_gradient import Leaf, LossFn, compute
 from manyhands.training.state.layout import BLOCK, share_out, units
 from manyhands.training.state.memory import Memory
-from manyhands.training.state.module_buffers import Row
+from manyhands.training.state.module_buffers import StatisticsRow
 from manyhands.training.state.optimizer_kinds import NOTHING_KEPT, how_to_cut
 from manyhands.training.state.replica import Replica
-from manyhands.training.state.sharded_optimizer import SharedOut, one_thread
-from manyhands.training.state.undo_log import Keep
+from manyhands.training.state.sharded_optimizer import ShardedOptimizer, one_thread
+from manyhands.training.state.undo_log import UndoLog
 from manyhands.training.sync.canonical_sum import finish
 from manyhands.training.sync.clip import block_norms, coefficient, torch_coefficient
 from manyhands.training.sync.sync import CHANGING_NAMES, MIXED_WEIGHTS, Place, StepFacts
@@ -41,8 +41,8 @@ class Alone:
         self.clip_norm = train.clip_norm
         self.facts: StepFacts | None = None
         how_to_cut(replica.optimizer)  # refuses what cannot be done
-        keep = Keep(replica.layout, replica.weights, {}, {}, {}, Memory(None), extras=True)
-        self.optimizer = SharedOut(
+        keep = UndoLog(replica.layout, replica.weights, {}, {}, {}, Memory(None), extras=True)
+        self.optimizer = ShardedOptimizer(
             replica.optimizer,
             replica.parameters,
             replica.layout,
@@ -53,7 +53,7 @@ class Alone:
         )
         self._gradients: list[dict[str, Tensor]] = []
         self._leaves: list[Leaf] = []
-        self._rows: list[Row] = []
+        self._rows: list[StatisticsRow] = []
         self._outcomes: list[dict[str, Tensor]] = []
         self._shares: list[float] = []
         self.holds = False

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from manyhands.accounting.micro_batches import Cut, MicroBatch
 from manyhands.training.compute.micro_batch_gradient import Leaf, LossFn
-from manyhands.training.state.sharded_optimizer import Entry, SharedOut
+from manyhands.training.state.sharded_optimizer import OptimizerEntry, ShardedOptimizer
 from manyhands.values.world import World
 
 CHANGING_NAMES = (
@@ -43,7 +43,7 @@ class Place:
     """Measure the network between hosts first."""
     fresh: int | None = None
     """Begin after this many steps, with what the replica holds; None: go on where others were."""
-    entries: Callable[[], Iterable[Entry]] | None = None
+    entries: Callable[[], Iterable[OptimizerEntry]] | None = None
     """With `fresh`: the optimizer's state, from a checkpoint."""
 
 
@@ -73,7 +73,7 @@ class Sync(Protocol):
     whether the others are at the same step is the strategy's promise, and its docstring says which.
     """
 
-    optimizer: SharedOut
+    optimizer: ShardedOptimizer
     """This worker's part of the optimizer: what it must save."""
     clip_norm: float | None
     facts: StepFacts | None

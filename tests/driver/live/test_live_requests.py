@@ -19,8 +19,8 @@ from manyhands.accounting.proof import check
 from manyhands.driver.live.command_socket import (
     Ask,
     Change,
+    CommandSocket,
     Continue,
-    Control,
     Examine,
     Pause,
     Scale,
@@ -153,7 +153,7 @@ def test_settings_change_at_one_step_and_are_replayed(launcher: Launcher, tmp_pa
         step = int(said.rsplit("step ", 1)[1].split()[0])
         run.wait_for(step + 3)
         run.ask(StopRun())
-    (changed,) = [e for e in ledger.read(run.run.ledger) if isinstance(e, ledger.Changed)]
+    (changed,) = [e for e in ledger.read(run.run.ledger) if isinstance(e, ledger.SettingsChanged)]
     assert changed.step == step and changed.settings["lr"] == 0.002
     done = check(ledger.read(run.run.ledger)).steps
     again = replay(folder, make("cnn"), step=0, to=done, workers=3, launcher=launcher)
@@ -250,7 +250,7 @@ def test_garbage_on_the_control_socket(tmp_path: Path) -> None:
     path = deep / ".control"
     with pytest.raises(RequestError, match="nobody is training"):
         ask(path, Pause())
-    control = Control(path)
+    control = CommandSocket(path)
     try:
         assert path.stat().st_mode & 0o777 == 0o600
         folder = os.open(deep, os.O_RDONLY)

@@ -3,8 +3,8 @@
 import pytest
 
 from manyhands.driver.supervise import liveness
-from manyhands.driver.supervise.liveness import GLANCE_S, Clocks
-from manyhands.driver.supervise.worker_states import Situation, Worker
+from manyhands.driver.supervise.liveness import GLANCE_S, Liveness
+from manyhands.driver.supervise.worker_states import Situation, WorkerState
 
 
 class Time:
@@ -24,14 +24,14 @@ def time(monkeypatch: pytest.MonkeyPatch) -> Time:
     return time
 
 
-def watched(kept: Clocks) -> tuple[Situation, Worker]:
-    worker = Worker(7)
+def watched(kept: Liveness) -> tuple[Situation, WorkerState]:
+    worker = WorkerState(7)
     kept.start(7)
     return Situation(wanted=1, workers={7: worker}), worker
 
 
 def test_silence_is_counted_while_somebody_listens(time: Time) -> None:
-    kept = Clocks()
+    kept = Liveness()
     situation, worker = watched(kept)
     for _ in range(50):
         time.now += 0.1
@@ -44,7 +44,7 @@ def test_silence_is_counted_while_somebody_listens(time: Time) -> None:
 
 
 def test_time_in_which_nobody_listened_does_not_count(time: Time) -> None:
-    kept = Clocks()
+    kept = Liveness()
     situation, worker = watched(kept)
     time.now += 0.1
     kept.write_down(situation)
@@ -58,7 +58,7 @@ def test_time_in_which_nobody_listened_does_not_count(time: Time) -> None:
 
 
 def test_who_came_while_nobody_listened_is_not_from_the_future(time: Time) -> None:
-    kept = Clocks()
+    kept = Liveness()
     time.now += 60.0
     situation, worker = watched(kept)
     kept.write_down(situation)

@@ -7,10 +7,10 @@ import pytest
 
 from manyhands.driver.supervise.audit import judge
 from manyhands.driver.supervise.death_causes import GRACE_S
-from manyhands.driver.supervise.decisions import Break, GiveUp, Halt, IssueView
+from manyhands.driver.supervise.decisions import BreakView, GiveUp, HaltView, IssueView
 from manyhands.driver.supervise.membership import UNEVEN, decide, patience_s, redealt, suspicious
-from manyhands.driver.supervise.worker_states import Situation, Worker
-from manyhands.launch.engines.agent import Exit
+from manyhands.driver.supervise.worker_states import Situation, WorkerState
+from manyhands.launch.engines.agent import WorkerExit
 from manyhands.values.messages import View
 from manyhands.values.verdict import Cause
 from tests.support.situations import (
@@ -234,7 +234,7 @@ def test_what_is_decided(situation: Situation, expected: list[str]) -> None:
 
 def cause_of(situation: Situation) -> Cause:
     """Of a loss (whether it is then replaced or given up)."""
-    (cause,) = [d.cause for d in decisions(situation) if isinstance(d, Break | GiveUp)]
+    (cause,) = [d.cause for d in decisions(situation) if isinstance(d, BreakView | GiveUp)]
     assert cause is not None
     return cause
 
@@ -263,8 +263,8 @@ def test_a_wrong_request_stays_one() -> None:
 
 
 def test_a_worker_that_never_said_hello_can_be_blamed() -> None:
-    def nameless(number: int) -> Worker:
-        return Worker(number, "gone", exit=Exit(number, 555, -9))
+    def nameless(number: int) -> WorkerState:
+        return WorkerState(number, "gone", exit=WorkerExit(number, 555, -9))
 
     assert cause_of(now(nameless, of=(), wanted=1, failed_starts=3)).pid == 555
 
@@ -325,7 +325,7 @@ def waits(measured: list[float]) -> list[float]:
     situation, dealt = now(FAST, SLOW, FAST, micro_batches=12), list[float]()
     for _ in range(8):
         for situation.measured_s in measured:
-            if isinstance(decision := decide(situation), Halt):
+            if isinstance(decision := decide(situation), HaltView):
                 dealt.append(situation.measured_s)
                 apply(situation, decision)
                 situation.halted, situation.better, situation.running = None, (), True

@@ -9,10 +9,17 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from manyhands.driver.supervise.decisions import Drop, Finish, GiveUp, IssueView, Start, Wait
+from manyhands.driver.supervise.decisions import (
+    DropHost,
+    Finish,
+    GiveUp,
+    IssueView,
+    StartWorkers,
+    Wait,
+)
 from manyhands.driver.supervise.membership import decide
-from manyhands.driver.supervise.worker_states import Limits, Situation, Worker
-from manyhands.launch.engines.agent import Exit
+from manyhands.driver.supervise.worker_states import Limits, Situation, WorkerState
+from manyhands.launch.engines.agent import WorkerExit
 from manyhands.values.messages import View
 from tests.support.situations import MOST_DECISIONS, apply, said
 
@@ -63,13 +70,13 @@ class Storm(RuleBasedStateMachine):
             assert not isinstance(decision, Finish | GiveUp), taken
             if isinstance(decision, IssueView):
                 self.must_be_safe(decision.view)
-            if isinstance(decision, Start):
+            if isinstance(decision, StartWorkers):
                 assert now.capacity, "nobody could start it"
-            if isinstance(decision, Drop):
+            if isinstance(decision, DropHost):
                 assert decision.at, "the driver's host stays"
                 self.hosts[decision.at].dropped = True
             apply(now, decision)
-            if isinstance(decision, Start):
+            if isinstance(decision, StartWorkers):
                 self.place()
         for worker in now.workers.values():
             if worker.fenced is not None:
@@ -112,7 +119,7 @@ class Storm(RuleBasedStateMachine):
 
     # ---- what workers do by themselves
 
-    def one(self, which: int, *phases: str) -> Worker | None:
+    def one(self, which: int, *phases: str) -> WorkerState | None:
         """That lives, on a host that does."""
         found = [
             w
@@ -121,7 +128,7 @@ class Storm(RuleBasedStateMachine):
         ]
         return found[which % len(found)] if found else None
 
-    def members(self) -> list[Worker]:
+    def members(self) -> list[WorkerState]:
         return self.now.members()
 
     def all_well(self) -> bool:
@@ -200,7 +207,7 @@ class Storm(RuleBasedStateMachine):
         gone = leader.number in self.dead or not self.hosts[other].alive
         return at != other and (gone or frozenset((at, other)) in self.cut)
 
-    def is_ready(self, worker: Worker, *, broken: bool) -> None:
+    def is_ready(self, worker: WorkerState, *, broken: bool) -> None:
         """As `Supervisor._hear` notes it."""
         now = self.now
         worker.phase, worker.phase_s, worker.broken = "ready", 0.0, broken
@@ -225,8 +232,8 @@ class Storm(RuleBasedStateMachine):
                 self.ended(worker, "")
                 self.settle()
 
-    def ended(self, worker: Worker, lost: str) -> None:
-        worker.exit = Exit(worker.number, 1, -9, lost=lost)
+    def ended(self, worker: WorkerState, lost: str) -> None:
+        worker.exit = WorkerExit(worker.number, 1, -9, lost=lost)
         worker.phase, worker.ended_s = "gone", 0.0
         self.at[worker.number] = "nowhere"
         if lost:

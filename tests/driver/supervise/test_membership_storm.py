@@ -10,10 +10,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from manyhands.driver.supervise.decisions import Decision, Finish, GiveUp, Halt, IssueView, Wait
+from manyhands.driver.supervise.decisions import Decision, Finish, GiveUp, HaltView, IssueView, Wait
 from manyhands.driver.supervise.membership import MOST_FAILED_STARTS, decide
-from manyhands.driver.supervise.worker_states import Situation, Worker
-from manyhands.launch.engines.agent import Exit
+from manyhands.driver.supervise.worker_states import Situation, WorkerState
+from manyhands.launch.engines.agent import WorkerExit
 from manyhands.values.messages import Left, View
 from tests.support.situations import MOST_DECISIONS, apply, said, trouble
 
@@ -60,7 +60,7 @@ class Storm(RuleBasedStateMachine):
                 break
             if isinstance(decision, IssueView):
                 self.must_be_safe(decision.view)
-            assert not isinstance(decision, Halt) or self.now.running
+            assert not isinstance(decision, HaltView) or self.now.running
             apply(self.now, decision)
         else:
             raise AssertionError(f"it spins: {said(decide(self.now))}")
@@ -100,7 +100,7 @@ class Storm(RuleBasedStateMachine):
 
     # ---- what workers do by themselves
 
-    def some(self, which: int, *phases: str, health: str = "well") -> Worker | None:
+    def some(self, which: int, *phases: str, health: str = "well") -> WorkerState | None:
         found = [
             w for n, w in self.now.workers.items() if w.phase in phases and self.health[n] == health
         ]
@@ -183,7 +183,7 @@ class Storm(RuleBasedStateMachine):
         phases = ("starting", "waiting", "in", "ready")
         if (worker := self.some(which, *phases, health="dead")) is not None:
             self.now.failed_starts += worker.phase == "starting"
-            worker.exit = Exit(worker.number, 1, self.codes[worker.number])
+            worker.exit = WorkerExit(worker.number, 1, self.codes[worker.number])
             worker.phase, worker.ended_s = "gone", 0.0
             self.settle()
 

@@ -14,7 +14,7 @@ import torch
 import manyhands as mh
 from manyhands.launch.choose_engine import open_engine
 from manyhands.launch.engines.launcher import Launcher
-from manyhands.launch.hosts.many_hosts import Cluster
+from manyhands.launch.hosts.many_hosts import ManyHosts
 from manyhands.launch.hosts.requested_hosts import Wish
 from manyhands.launch.shipping import ship_files
 from manyhands.testing.namespaces import why_not
@@ -141,7 +141,7 @@ def test_modules_beside_the_task_and_shipped_files_arrive_elsewhere(
     here = mh.train("task.py", to=tmp_path / "here", **how)
     wish = Wish(hosts="here:0", listen="127.0.0.1", ship=(Path("shipped"),))
     hands = open_engine("local", wish)
-    assert isinstance(hands, Cluster)
+    assert isinstance(hands, ManyHosts)
     write_token(tmp_path / "token", hands.listening.secret)
     join = [sys.executable, "-m", "manyhands", "worker", "--slots", "1"]
     join += ["--join", f"127.0.0.1:{hands.gate.port}", "--token-file", str(tmp_path / "token")]

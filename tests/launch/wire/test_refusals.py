@@ -21,15 +21,15 @@ from zmq.auth.thread import ThreadAuthenticator
 import manyhands as mh
 from manyhands.driver.live.command_socket import Examine, ask
 from manyhands.driver.supervisor import Supervisor
-from manyhands.launch.engines.agent import Exit, Started
+from manyhands.launch.engines.agent import WorkerExit, WorkerStarted
 from manyhands.launch.engines.launcher import Launcher
 from manyhands.launch.hosts import join_protocol
 from manyhands.launch.hosts.requested_hosts import Wish, open_cluster
-from manyhands.launch.wire.channel import Keys, OnlyThisKey, Switchboard
-from manyhands.launch.wire.refusals import Counts, Strangers, said
+from manyhands.launch.wire.channel import Keys, OnlyThisKey, SupervisorChannel
+from manyhands.launch.wire.refusals import RefusalCounts, Refusals, said
 from manyhands.stories import train as run_module
 from manyhands.values.credentials import Credentials, new_secret, read_token
-from manyhands.values.messages import Beat, FromWorker, Hello, Leaving, Left, Part, encode
+from manyhands.values.messages import Beat, FromWorker, Hello, Leaving, Left, RoundPart, encode
 from manyhands.values.rundir import RunDir
 from tests.support.cluster import MANYHANDS
 
@@ -65,7 +65,7 @@ def until(what: Callable[[], Any]) -> Any:
 
 
 @contextmanager
-def guarded() -> Iterator[tuple["zmq.Socket[bytes]", Strangers, Credentials, int]]:
+def guarded() -> Iterator[tuple["zmq.Socket[bytes]", Refusals, Credentials, int]]:
     """A socket as ours are, with who is turned away there counted."""
     credentials = Credentials.of(new_secret(), "test")
     context = zmq.Context()
@@ -77,7 +77,7 @@ def guarded() -> Iterator[tuple["zmq.Socket[bytes]", Strangers, Credentials, int
     router.curve_server, router.linger = True, 0
     router.curve_publickey = credentials.server_public
     router.curve_secretkey = credentials.server_secret
-    strangers = Strangers(context, router)
+    strangers = Refusals(context, router)
     port = router.bind_to_random_port("tcp://127.0.0.1")
     strangers.where = f"127.0.0.1:{port}"
     try:
@@ -148,8 +148,12 @@ def test_strangers_are_counted_and_friends_are_not() -> None:
 
 
 def test_what_was_refused_in_words() -> None:
-    assert said(Counts(keys=3), "h:1") == "3 connections with another key were refused at h:1"
-    assert said(Counts(messages=1), "h:1") == "1 message that made no sense was refused at h:1"
+    assert (
+        said(RefusalCounts(keys=3), "h:1") == "3 connections with another key were refused at h:1"
+    )
+    assert (
+        said(RefusalCounts(messages=1), "h:1") == "1 message that made no sense was refused at h:1"
+    )
 
 
 # ---- a run
@@ -164,8 +168,8 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         found["supervisor"] = Supervisor(*arguments, **named)
         return found["supervisor"]
 
-    def switchboard(address: str) -> Switchboard:
-        board = found["switchboard"] = Switchboard(address)
+    def switchboard(address: str) -> SupervisorChannel:
+        board = found["switchboard"] = SupervisorChannel(address)
         receive = board.receive
 
         def recorded() -> list[FromWorker]:
@@ -177,7 +181,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         return board
 
     monkeypatch.setattr(run_module, "Supervisor", supervisor)
-    monkeypatch.setattr(run_module, "Switchboard", switchboard)
+    monkeypatch.setattr(run_module, "SupervisorChannel", switchboard)
     return found
 
 
@@ -231,12 +235,12 @@ def nonsense_at_the_gate(port: int, secret: bytes, lots: random.Random) -> None:
     with dealer(port, keys.server_public, keys.client_public, keys.client_secret) as insider:
         for _ in range(100):
             insider.send(lots.randbytes(lots.randrange(200)))
-        for tag in ("Want", "Echo", "Here", "Exit", "Nobody"):
+        for tag in ("Want", "Echo", "Here", "WorkerExit", "Nobody"):
             fields = {"type": tag, "offset": -1, "number": 1 << 63, "slots": 0, "worker": 0}
             insider.send(msgspec.msgpack.encode(fields))
         for message in (
-            Exit(0, 1, -9),
-            Started(1, 1),
+            WorkerExit(0, 1, -9),
+            WorkerStarted(1, 1),
             join_protocol.Logged(0, b"lies"),
             join_protocol.Echo(9),
         ):
@@ -258,7 +262,9 @@ def nonsense_at_the_switchboard(keys: Keys, heard: list[FromWorker], lots: rando
         for generation in range(9):
             insider.send(encode(Left(worker=0, step=1, generation=generation, **last)))
             insider.send(encode(Leaving(worker=1, generation=generation)))
-            insider.send(encode(Part(worker=0, round="x", payload=b"x", generation=generation)))
+            insider.send(
+                encode(RoundPart(worker=0, round="x", payload=b"x", generation=generation))
+            )
         for message in heard:
             insider.send(encode(message))
 

@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 import manyhands as mh
 from manyhands.driver.live.command_socket import Scale, ask
 from manyhands.driver.supervise import speed_control as tempo_module
-from manyhands.driver.supervise.speed_control import Tempo
+from manyhands.driver.supervise.speed_control import SpeedControl
 from manyhands.driver.workforce import records_in
 from manyhands.launch.engines.launcher import Launcher
 from manyhands.monitor.run_status import status
 from manyhands.monitor.terminal import describe
 from manyhands.planning.pace.deadline import Aim, read_aim, read_finish_by, shown, span
-from manyhands.planning.pace.workers_for_speed import MEMORY_S, NEARLY, Speed, workers_for
+from manyhands.planning.pace.workers_for_speed import MEMORY_S, NEARLY, MeasuredSpeed, workers_for
 from manyhands.values import events
 from manyhands.values.errors import RequestError
 from manyhands.values.rundir import RunDir
@@ -40,10 +40,10 @@ def live(
     world: World, wanted: float, least: int, most: int, *, rounds: int, noise: float = 0.0
 ) -> list[int]:
     """How many workers there were at each measurement, if every choice is done at once."""
-    dice, measured, count = random.Random(3), list[Speed](), least
+    dice, measured, count = random.Random(3), list[MeasuredSpeed](), least
     for k in range(rounds):
         speed = world(count) * (1 + dice.uniform(-noise, noise))
-        measured.append(Speed(count, speed, k * EVERY_S))
+        measured.append(MeasuredSpeed(count, speed, k * EVERY_S))
         choice = workers_for(wanted, measured, k * EVERY_S, least, most)
         assert least <= choice.value <= most and choice.because
         count = choice.value
@@ -98,13 +98,13 @@ def test_it_comes_to_rest_where_more_workers_hardly_help(
 def test_whatever_was_measured_the_bounds_are_kept(
     found: list[tuple[int, float]], wanted: float, least: int, more: int
 ) -> None:
-    measured = [Speed(n, speed, float(k)) for k, (n, speed) in enumerate(found)]
+    measured = [MeasuredSpeed(n, speed, float(k)) for k, (n, speed) in enumerate(found)]
     choice = workers_for(wanted, measured, 100.0, least, least + more)
     assert least <= choice.value <= least + more
 
 
 def chosen(wanted: float, *speeds: tuple[int, float], most: int = 8, later_s: float = 0.0) -> str:
-    measured = [Speed(n, speed, k * EVERY_S) for k, (n, speed) in enumerate(speeds)]
+    measured = [MeasuredSpeed(n, speed, k * EVERY_S) for k, (n, speed) in enumerate(speeds)]
     at = measured[-1].at + later_s if measured else 0.0
     choice = workers_for(wanted, measured, at, 1, most, by=" by me")
     return f"{choice.value} {choice.because}"
@@ -241,7 +241,7 @@ def test_records_are_counted_as_they_are_cut(records: int, batch: int, steps: in
 
 
 class Stage:
-    """A run that is so fast with so many workers, seen through a `Tempo`."""
+    """A run that is so fast with so many workers, seen through a `SpeedControl`."""
 
     def __init__(self, aim: Aim, world: World, monkeypatch: pytest.MonkeyPatch, **facts: Any):
         self.at, self.world, self.told = 0.0, world, list[events.AnyEvent]()
@@ -249,7 +249,7 @@ class Stage:
         self.now = now(IN, wanted=1, of=view(0))
         self.wants: list[int] = []
         self.steps = facts.pop("steps", 100_000)
-        self.tempo = Tempo(
+        self.tempo = SpeedControl(
             aim,
             self.now,
             self,  # type: ignore[arg-type]

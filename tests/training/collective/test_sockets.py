@@ -29,8 +29,8 @@ from manyhands.training.collective import frames
 from manyhands.training.collective import handshake as door_module
 from manyhands.training.collective.collective import Bounds, Bytes, Collective, Lanes
 from manyhands.training.collective.frames import EAGER_BYTES
-from manyhands.training.collective.handshake import HELLO_BYTES, MOST_CALLERS, Door
-from manyhands.training.collective.sockets import Links, opponents
+from manyhands.training.collective.handshake import HELLO_BYTES, MOST_CALLERS, PeerListener
+from manyhands.training.collective.sockets import Sockets, opponents
 from manyhands.values.errors import Broken
 from manyhands.values.world import World
 
@@ -62,7 +62,7 @@ class Hosts:
 
     def __init__(self, ranks: int, address: str = "127.0.0.1") -> None:
         self.reports: list[str] = []
-        self.doors = [Door(address, self.reports.append) for _ in range(ranks)]
+        self.doors = [PeerListener(address, self.reports.append) for _ in range(ranks)]
         self.pool = ThreadPoolExecutor(2 * ranks)
         self.patience = [Patient() for _ in range(ranks)]
 
@@ -80,7 +80,7 @@ class Hosts:
     def addresses(self) -> list[str]:
         return [door.address for door in self.doors]
 
-    def join(self, rank: int, slots: Sequence[Lanes] = (), **different: Any) -> Links:
+    def join(self, rank: int, slots: Sequence[Lanes] = (), **different: Any) -> Sockets:
         ranks = different.pop("ranks", len(self.doors))
         usual: dict[str, Any] = {
             "door": self.doors[rank],
@@ -89,12 +89,14 @@ class Hosts:
             "secret": SECRET,
             "patience": self.patience[rank],
         }
-        return Links(World(rank, ranks, (1,) * ranks), slots, **(usual | different))
+        return Sockets(World(rank, ranks, (1,) * ranks), slots, **(usual | different))
 
     def start(self, work: Callable[..., Any], *arguments: Any, **named: Any) -> "Future[Any]":
         return self.pool.submit(work, *arguments, **named)
 
-    def all(self, body: Callable[[int, Links], Any], slots: int = 0, **different: Any) -> list[Any]:
+    def all(
+        self, body: Callable[[int, Sockets], Any], slots: int = 0, **different: Any
+    ) -> list[Any]:
         """What `body` returns on each; all of them join, and leave when they are done."""
 
         def work(rank: int) -> Any:
@@ -128,7 +130,7 @@ def halves(numel: int, ranks: int) -> list[Bounds]:
     return [{F32: bounds} for bounds in itertools.pairwise(cuts)]
 
 
-def one_step(links: Links, numel: int) -> None:
+def one_step(links: Sockets, numel: int) -> None:
     """Of training: the sum of what everyone has in its first slot."""
     world = links.world
     owned = halves(numel, world.num_ranks)
@@ -190,7 +192,7 @@ def test_any_stretches_of_any_slots_arrive_where_they_belong(
     def made(*seed: int) -> Lanes:
         return {d: content(d, n, *seed) for d, n in lanes.items()}
 
-    def body(rank: int, links: Links) -> None:
+    def body(rank: int, links: Sockets) -> None:
         for turn in range(2):  # the second finds the rooms of the first
             links.slots = [made(turn, rank, k) for k in range(counts[rank])]
             parts = links.exchange(counts, owned)
@@ -212,7 +214,7 @@ def test_any_stretches_of_any_slots_arrive_where_they_belong(
 
 @pytest.mark.parametrize("size", [0, 1, 63, 64, EAGER_BYTES, EAGER_BYTES + 1, 300_000])
 def test_messages_of_any_size_are_gathered(hosts: Making, size: int) -> None:
-    def body(rank: int, links: Links) -> bool:
+    def body(rank: int, links: Sockets) -> bool:
         called: list[int] = []
         for turn in range(4):
             mine = message(10 * turn + rank, size)
@@ -227,7 +229,7 @@ def test_messages_of_any_size_are_gathered(hosts: Making, size: int) -> None:
 def test_slots_may_be_many(hosts: Making) -> None:
     """More than one system call takes."""
 
-    def body(rank: int, links: Links) -> list[float]:
+    def body(rank: int, links: Sockets) -> list[float]:
         links.slots = [{F32: torch.full((8,), 1000.0 * rank + k)} for k in range(700)]
         return [float(p[F32][3]) for p in links.exchange([700, 700], halves(8, 2))[1 - rank]]
 
@@ -236,7 +238,7 @@ def test_slots_may_be_many(hosts: Making) -> None:
 
 
 def test_a_host_alone_meets_nobody(hosts: Making) -> None:
-    def body(rank: int, links: Links) -> list[float]:
+    def body(rank: int, links: Sockets) -> list[float]:
         one_step(links, 8)
         assert links.measure() == []
         return links.exchange([1], halves(8, 1))[0][0][F32].tolist()
@@ -277,7 +279,7 @@ def test_one_who_comes_late_is_waited_for(hosts: Making) -> None:
     """The kernel takes one who reads nothing for dead, so nothing much is sent before it reads."""
     dead_s = 0.2
 
-    def body(rank: int, links: Links) -> None:
+    def body(rank: int, links: Sockets) -> None:
         links.slots = [{F32: torch.full((BIG,), float(rank))}]
         links.gather(message(0, EAGER_BYTES))
         if rank == 1:
@@ -291,7 +293,7 @@ def test_one_who_comes_late_is_waited_for(hosts: Making) -> None:
 
 
 def test_hosts_that_disagree_are_told(hosts: Making) -> None:
-    def body(rank: int, links: Links) -> str:
+    def body(rank: int, links: Sockets) -> str:
         with pytest.raises(Broken, match="disagree") as caught:
             if rank:
                 links.gather(message(1))
@@ -393,9 +395,9 @@ def test_meeting_may_be_broken_off(hosts: Making, rank: int) -> None:
 
 def test_the_next_view_meets_at_the_same_doors_after_an_abrupt_end(hosts: Making) -> None:
     three = hosts(3)
-    left: list[Links] = []
+    left: list[Sockets] = []
 
-    def stop(rank: int, links: Links) -> None:
+    def stop(rank: int, links: Sockets) -> None:
         left.append(links)
         with pytest.raises((RuntimeError, Broken)):
             links.gather(message(0), meanwhile=lambda: stumble(rank))
@@ -611,10 +613,10 @@ def wander() -> None:
     """A host that is a process: says where its door is, is told of the others', takes steps."""
     rank, ranks, numel, address = sys.argv[1:]
     torch.set_num_threads(1)
-    world, door = World(int(rank), int(ranks), (1,) * int(ranks)), Door(address)
+    world, door = World(int(rank), int(ranks), (1,) * int(ranks)), PeerListener(address)
     print(door.address, flush=True)
     slots = [{F32: torch.full((int(numel),), float(rank))}]
-    links = Links(
+    links = Sockets(
         world,
         slots,
         door=door,

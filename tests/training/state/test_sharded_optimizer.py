@@ -10,7 +10,7 @@ from manyhands.training.state import layout
 from manyhands.training.state.layout import BLOCK, lay_out, parameters_of, share_out, units
 from manyhands.training.state.optimizer_kinds import how_to_cut
 from manyhands.training.state.param_groups import groups_from_json, groups_to_json
-from manyhands.training.state.sharded_optimizer import Entry, one_thread
+from manyhands.training.state.sharded_optimizer import OptimizerEntry, one_thread
 from manyhands.values.errors import OptimizerRefused
 from tests.support.hands import Hand, Make, crew, plain_state, segment, state_of
 
@@ -70,7 +70,7 @@ def take_over(way: str, old: list[Hand], new: list[Hand], step: int) -> None:
     for lane, saved in zip(new[0].weights.values(), old[0].weights.values(), strict=True):
         lane.copy_(saved)
     entries = [e for hand in old for e in hand.optimizer.entries()]
-    entries = [Entry(e.key, e.name, e.offset, as_saved(e.value)) for e in entries]
+    entries = [OptimizerEntry(e.key, e.name, e.offset, as_saved(e.value)) for e in entries]
     new[0].keep.reset(step)
     for rank, hand in enumerate(new):
         hand.join(rank, len(new), step, fresh=True)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from manyhands.training.state import layout, memory
 from manyhands.training.state.layout import lay_out
 from manyhands.training.state.memory import Memory
-from manyhands.training.state.undo_log import Keep
+from manyhands.training.state.undo_log import UndoLog
 from manyhands.values.errors import OptimizerRefused
 from tests.support.dying import NEVER, Death, Died
 from tests.support.hands import Gradients, Hand, Make, crew, segment, state_of
@@ -259,7 +259,7 @@ class FrailMemory(mmap.mmap):
 
 
 @pytest.fixture
-def keep(monkeypatch: pytest.MonkeyPatch) -> Iterator[Keep]:
+def keep(monkeypatch: pytest.MonkeyPatch) -> Iterator[UndoLog]:
     kinds = {name: getattr(mmap, name) for name in ("MAP_SHARED", "MAP_PRIVATE", "MAP_ANONYMOUS")}
     monkeypatch.setattr(memory, "mmap", SimpleNamespace(mmap=FrailMemory, **kinds))
     monkeypatch.setattr(FrailMemory, "dies", False)
@@ -269,7 +269,7 @@ def keep(monkeypatch: pytest.MonkeyPatch) -> Iterator[Keep]:
         shared = Memory(fd)
         weights = {d: shared.tensor(n, dtype=d) for d, n in laid_out.sizes.items()}
         buffers = {F32: 5, torch.int64: 3}
-        made = Keep(laid_out, weights, {}, {}, buffers, shared, extras=True)
+        made = UndoLog(laid_out, weights, {}, {}, buffers, shared, extras=True)
         made.reset(4)
         yield made
 
@@ -278,7 +278,7 @@ def values(step: int) -> dict[torch.dtype, Tensor]:
     return {F32: torch.full((5,), step + 0.5), torch.int64: torch.full((3,), 10 * step)}
 
 
-def found(keep: Keep, step: int) -> dict[torch.dtype, Tensor] | None:
+def found(keep: UndoLog, step: int) -> dict[torch.dtype, Tensor] | None:
     into = values(-9)
     return into if keep.get_buffers(step, into) else None
 
@@ -288,7 +288,7 @@ def same(a: dict[Any, Any] | None, b: dict[Any, Any]) -> bool:
 
 
 @pytest.mark.parametrize("nth", [0, 1, 2])
-def test_buffers_that_were_being_written_leave_the_older_ones(keep: Keep, nth: int) -> None:
+def test_buffers_that_were_being_written_leave_the_older_ones(keep: UndoLog, nth: int) -> None:
     assert found(keep, 3) is None and found(keep, 4) is None
     for step in (4, 5):
         keep.put_buffers(step, values(step))
@@ -304,7 +304,7 @@ def test_buffers_that_were_being_written_leave_the_older_ones(keep: Keep, nth: i
 
 
 def test_a_note_that_was_being_written_leaves_the_older_one(
-    keep: Keep, monkeypatch: pytest.MonkeyPatch
+    keep: UndoLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert keep.get_note() is None
     keep.put_note(4, b"first")
@@ -345,7 +345,7 @@ def same_extras(a: dict[str, Any], b: dict[str, Any]) -> bool:
 
 @pytest.mark.parametrize("nth", [-1, 0, 1, 2, 3, 4, 5])
 def test_extras_that_were_being_written_leave_the_older_ones(
-    keep: Keep, nth: int, monkeypatch: pytest.MonkeyPatch
+    keep: UndoLog, nth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """-1: in the middle of the index that precedes the tensors."""
     assert keep.get_extras(1, 0) == {}, "memory that nobody wrote to"
@@ -364,7 +364,7 @@ def test_extras_that_were_being_written_leave_the_older_ones(
     assert same_extras(keep.get_extras(1, 6), extras(6))
 
 
-def test_what_is_read_is_nobodys_memory(keep: Keep) -> None:
+def test_what_is_read_is_nobodys_memory(keep: UndoLog) -> None:
     keep.put_extras(1, 4, extras(4))
     keep.get_extras(1, 4)["momentum"].zero_()  # type: ignore[union-attr]
     assert same_extras(keep.get_extras(1, 4), extras(4))

@@ -12,14 +12,14 @@ from manyhands.accounting.micro_batches import Cut
 from manyhands.data.reading.feed import Feed
 from manyhands.data.reading.records import open_data
 from manyhands.training.collective.collective import Sizes
-from manyhands.training.collective.shared_memory import Room, Shared
-from manyhands.training.collective.two_level import Tiers
+from manyhands.training.collective.shared_memory import SharedMemory, SharedRoom
+from manyhands.training.collective.two_level import TwoLevel
 from manyhands.training.compute.micro_batch_gradient import Leaf
 from manyhands.training.compute.seeds import seed_everything
 from manyhands.training.state import layout
 from manyhands.training.state.memory import Memory
 from manyhands.training.state.replica import Replica, build_model
-from manyhands.training.sync.allreduce.allreduce import AllReduce, Meet
+from manyhands.training.sync.allreduce.allreduce import AllReduce, MeetMembers
 from manyhands.training.sync.sync import Place
 from manyhands.values.config import TrainConfig
 from manyhands.values.world import World
@@ -86,13 +86,13 @@ class Hand:
             auditor=NoAudit(),
         )
 
-    def _meet(self, memory: Memory, sizes: Sizes) -> Meet:
-        room = Room(memory, sizes)
+    def _meet(self, memory: Memory, sizes: Sizes) -> MeetMembers:
+        room = SharedRoom(memory, sizes)
 
-        def meet(place: Place) -> Tiers:
+        def meet(place: Place) -> TwoLevel:
             patience = Patient()
-            local = Shared(place.world, room, place.generation, spin=False, patience=patience)
-            return Tiers(place.world, local, None, patience=patience)
+            local = SharedMemory(place.world, room, place.generation, spin=False, patience=patience)
+            return TwoLevel(place.world, local, None, patience=patience)
 
         return meet
 

@@ -27,15 +27,15 @@ from manyhands.training.collective.collective import (
     nothing,
     stretch,
 )
-from manyhands.training.collective.shared_memory import Room, Shared
-from manyhands.training.collective.two_level import Tiers
+from manyhands.training.collective.shared_memory import SharedMemory, SharedRoom
+from manyhands.training.collective.two_level import TwoLevel
 from manyhands.training.compute.micro_batch_gradient import Leaf, compute
 from manyhands.training.compute.seeds import seed_everything
 from manyhands.training.state import layout
 from manyhands.training.state.memory import Memory
 from manyhands.training.state.replica import Replica, build_model
 from manyhands.training.sync.allreduce import allreduce, overlapped_host_sum
-from manyhands.training.sync.allreduce.allreduce import AllReduce, Meet
+from manyhands.training.sync.allreduce.allreduce import AllReduce, MeetMembers
 from manyhands.training.sync.sync import Place
 from manyhands.values.config import TrainConfig
 from manyhands.values.errors import Broken
@@ -194,17 +194,17 @@ class Hand:
         for store in self.deadly:
             store(nothing, nothing)
 
-    def _meet(self, memory: Memory, sizes: Sizes) -> Meet:
-        room = Room(memory, sizes)
+    def _meet(self, memory: Memory, sizes: Sizes) -> MeetMembers:
+        room = SharedRoom(memory, sizes)
 
-        def meet(place: Place) -> Tiers:
+        def meet(place: Place) -> TwoLevel:
             world, view = place.world, self.view
-            local = Shared(world, room, place.generation, spin=False, patience=view)
+            local = SharedMemory(world, room, place.generation, spin=False, patience=view)
 
             def between(patience: Patience) -> Between:
                 return Between(world.among_hosts(), view, patience, self.deadly)
 
-            return Tiers(world, local, between, patience=view)
+            return TwoLevel(world, local, between, patience=view)
 
         return meet
 
@@ -350,9 +350,9 @@ def test_a_view_is_left_when_its_courier_is_done() -> None:
     """It could write to what the next view uses; and nobody breaks a view that is left twice."""
     with segment() as fd:
         memory, world, view = Memory(fd), World(0, 3, (2, 1)), View(1)
-        room = Room(memory, Sizes({torch.float32: 16}, 2, 64))
-        local = Shared(world, room, 1, spin=False, patience=view)
-        tiers = Tiers(
+        room = SharedRoom(memory, Sizes({torch.float32: 16}, 2, 64))
+        local = SharedMemory(world, room, 1, spin=False, patience=view)
+        tiers = TwoLevel(
             world, local, lambda patience: Between(world, view, patience, []), patience=view
         )
         never = tiers.send(lambda: tiers.readiness().wait_until(5))

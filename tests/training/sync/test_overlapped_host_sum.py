@@ -17,8 +17,8 @@ from manyhands.accounting.micro_batches import Node, subtrees
 from manyhands.training.collective.collective import Lanes
 from manyhands.training.state.layout import Layout, lay_out, parameters_of
 from manyhands.training.sync.allreduce import overlapped_host_sum
-from manyhands.training.sync.allreduce.local_sum import Summing
-from manyhands.training.sync.allreduce.overlapped_host_sum import Reducing, buckets
+from manyhands.training.sync.allreduce.local_sum import LocalSum
+from manyhands.training.sync.allreduce.overlapped_host_sum import OverlappedHostSum, buckets
 from manyhands.training.sync.canonical_sum import TreeSum, finish, most_parts
 from manyhands.values.errors import TaskError
 from manyhands.values.world import World
@@ -64,7 +64,7 @@ def test_shares_cover_a_stretch_once(start: int, size: int, parts: int) -> None:
 
 
 class Host:
-    """What `Reducing` sees of the workers of one host, who are all through with everything."""
+    """What `OverlappedHostSum` sees of the workers of one host, who are all done."""
 
     def __init__(self, world: World, view: View, slots: Sequence[Sequence[Lanes]]) -> None:
         self.world, self.of_workers = world, slots
@@ -134,7 +134,7 @@ def test_hosts_come_to_the_canonical_sum(
             slots = [partial_sums(gradients, ranges[r]) for r in world.ranks_of(host)]
             tiers: Any = Host(world, view, slots)
             sums.append({d: torch.zeros(n, dtype=d) for d, n in layout.trainable_sizes.items()})
-            made = Reducing(layout, tiers, sums[host])
+            made = OverlappedHostSum(layout, tiers, sums[host])
             arguments = (ranges, leaves, lambda host=host: done.append(host))
             threads.append(threading.Thread(target=made.begin, args=arguments, daemon=True))
     for thread in threads:
@@ -211,7 +211,7 @@ class Frame:
         parameters = dict(self.model.named_parameters())
         self.parameters = [parameters[p.name] for p in layout.trainable]
         self.pieces = layout.trainable
-        self.summing = Summing(self.pieces, self.parameters, self.slots)
+        self.summing = LocalSum(self.pieces, self.parameters, self.slots)
 
     def backward(self, step: int, index: int) -> None:
         x = torch.randn(5, 6, generator=torch.Generator().manual_seed(100 * step + index))

@@ -28,26 +28,26 @@ from numpy.typing import NDArray
 
 from manyhands.accounting.micro_batches import Cut, MicroBatch, deal, subtrees
 from manyhands.training.collective.collective import FACTS, NORMS, OUTCOMES, Bytes, Sizes
-from manyhands.training.collective.two_level import Tiers
+from manyhands.training.collective.two_level import TwoLevel
 from manyhands.training.compute.micro_batch_gradient import Leaf, LossFn, compute, digest
 from manyhands.training.state.layout import blocks, bounds, share_out, units
 from manyhands.training.state.memory import Memory
 from manyhands.training.state.optimizer_kinds import NOTHING_KEPT, how_to_cut, what_it_keeps
 from manyhands.training.state.replica import Replica
-from manyhands.training.state.sharded_optimizer import SharedOut
-from manyhands.training.state.undo_log import Keep
-from manyhands.training.sync.allreduce.buffer_outcomes import Outcomes
+from manyhands.training.state.sharded_optimizer import ShardedOptimizer
+from manyhands.training.state.undo_log import UndoLog
+from manyhands.training.sync.allreduce.buffer_outcomes import BufferOutcomes
 from manyhands.training.sync.allreduce.finish_interrupted_step import Regrouping
-from manyhands.training.sync.allreduce.local_sum import Summing
-from manyhands.training.sync.allreduce.overlapped_host_sum import Reducing
+from manyhands.training.sync.allreduce.local_sum import LocalSum
+from manyhands.training.sync.allreduce.overlapped_host_sum import OverlappedHostSum
 from manyhands.training.sync.allreduce.partial_sums import Parts, parts_of
-from manyhands.training.sync.allreduce.step_facts import Form, Tally
-from manyhands.training.sync.allreduce.update import Updating
+from manyhands.training.sync.allreduce.step_facts import Form, StepTally
+from manyhands.training.sync.allreduce.update import Update
 from manyhands.training.sync.canonical_sum import TreeSum, most_parts
 from manyhands.training.sync.sync import Auditor, Moment, Place, StepFacts
 from manyhands.values.config import TrainConfig
 
-Meet = Callable[[Place], Tiers]
+MeetMembers = Callable[[Place], TwoLevel]
 """How the members of a view reach each other, given this worker's place in it."""
 
 
@@ -56,7 +56,7 @@ class AllReduce:
         self,
         replica: Replica,
         memory: Memory,
-        collective: Callable[[Sizes], Meet],
+        collective: Callable[[Sizes], MeetMembers],
         train: TrainConfig,
         *,
         heard: Callable[[], int],
@@ -72,7 +72,7 @@ class AllReduce:
         layout = replica.layout
         self.cut, _ = how_to_cut(replica.optimizer)
         kept = what_it_keeps(replica.optimizer, layout) if self.cut == "blocks" else NOTHING_KEPT
-        self.keep = Keep(
+        self.keep = UndoLog(
             layout,
             replica.weights,
             kept.slots,
@@ -81,7 +81,7 @@ class AllReduce:
             memory,
             extras=self.cut != "blocks",
         )
-        self.optimizer = SharedOut(
+        self.optimizer = ShardedOptimizer(
             replica.optimizer,
             replica.parameters,
             layout,
@@ -91,8 +91,8 @@ class AllReduce:
             kept,
         )
         self.form = Form(len(layout.trainable), replica.buffers.row_width)
-        self.outcomes = Outcomes(replica.buffers, self.form)
-        self.updating = Updating(
+        self.outcomes = BufferOutcomes(replica.buffers, self.form)
+        self.updating = Update(
             self.optimizer, memory, micro_batches=train.micro_batches, moment=moment
         )
         self.regrouping = Regrouping(
@@ -111,10 +111,10 @@ class AllReduce:
             )
         )
         self._trainable = [replica.parameters[p.name] for p in layout.trainable]
-        self._step: Tally | None = None
-        self._tiers: Tiers | None = None
+        self._step: StepTally | None = None
+        self._tiers: TwoLevel | None = None
         self.overlap = train.overlap
-        self.reducing: Reducing | None = None
+        self.reducing: OverlappedHostSum | None = None
 
     # ---- a place in a view
 
@@ -127,7 +127,7 @@ class AllReduce:
         self.close()
         self._tiers = self.tiers = self._meet(place)
         layout = self.replica.layout
-        self.summing = Summing(layout.trainable, self._trainable, self.tiers.slots)
+        self.summing = LocalSum(layout.trainable, self._trainable, self.tiers.slots)
         self._step = None
         # The workers of a host share out what is in its memory, and that is everything.
         self.rank = self.world.local_rank
@@ -135,7 +135,7 @@ class AllReduce:
         self.bounds = [bounds(spans) for spans in self.spans]
         self.blocks = [blocks(spans) for spans in self.spans]
         many = self.tiers.many
-        self.reducing = Reducing(layout, self.tiers, self.updating.sums) if many else None
+        self.reducing = OverlappedHostSum(layout, self.tiers, self.updating.sums) if many else None
         mine = units(layout, self.spans[self.rank], cut=self.cut)
         self.regrouping.regroup(place, self.tiers, mine)
 
@@ -237,13 +237,13 @@ class AllReduce:
             self.moment("share")
             self.tiers.meet()
 
-    def _update(self, step: Tally) -> None:
+    def _update(self, step: StepTally) -> None:
         """With everybody's partial sums, which are all on this host."""
         parts = self._exchange(step)
         factor = self._clip_factor(step, parts) if step.clip_norm is not None else 1.0
         self.updating.update(step, parts, self.bounds[self.rank], factor)
 
-    def _update_summed(self, step: Tally) -> None:
+    def _update_summed(self, step: StepTally) -> None:
         """With the sum over all hosts."""
 
         def norms() -> NDArray[np.float64]:
@@ -252,19 +252,19 @@ class AllReduce:
 
         self.updating.update_summed(step, self.updating.clip_factor(step, norms))
 
-    def _gather_outcomes(self, step: Tally) -> list[Bytes]:
+    def _gather_outcomes(self, step: StepTally) -> list[Bytes]:
         """Everyone's outcomes of the buffers that are merged by value, if any changed."""
         if step.leaves == self.world.num_ranks == 1 and not self.keep.journals:
             return []  # in memory that outlives us: whoever mends must find them
         message = self.outcomes.message(step, self.world.rank)
         return [] if message is None else self.tiers.gather(message, OUTCOMES, step.step)
 
-    def _exchange(self, step: Tally) -> Parts:
+    def _exchange(self, step: StepTally) -> Parts:
         """This worker's stretch of everybody's partial sums."""
         counts = [len(subtrees(r, step.leaves)) for r in step.ranges]
         return parts_of(self.tiers.exchange(counts, self.bounds), step)
 
-    def _clip_factor(self, step: Tally, parts: Parts) -> float:
+    def _clip_factor(self, step: StepTally, parts: Parts) -> float:
         """What the gradient is multiplied with. This worker's stretch of it is left in the sums."""
         rank = self.rank
         self.updating.finish_into_sums(step, parts, self.bounds[rank], self.spans[rank])
@@ -272,7 +272,7 @@ class AllReduce:
             step, lambda: self._gather_norms(step, self.updating.norms(self.blocks[rank]))
         )
 
-    def _gather_norms(self, step: Tally, mine: NDArray[np.float64]) -> NDArray[np.float64]:
+    def _gather_norms(self, step: StepTally, mine: NDArray[np.float64]) -> NDArray[np.float64]:
         """Of all blocks, each from the worker of this host that owns it."""
         counts = [len(b) for b in self.blocks]
         norms = np.zeros(max(counts))

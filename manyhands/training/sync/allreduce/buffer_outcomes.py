@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from manyhands.training.collective.collective import Bytes
-from manyhands.training.state.layout import Piece
-from manyhands.training.state.module_buffers import Buffers, pack, packed_size, unpack
-from manyhands.training.sync.allreduce.step_facts import Form, Tally
+from manyhands.training.state.layout import TensorPlace
+from manyhands.training.state.module_buffers import ModuleBuffers, pack, packed_size, unpack
+from manyhands.training.sync.allreduce.step_facts import Form, StepTally
 
 
-class Outcomes:
-    def __init__(self, buffers: Buffers, form: Form) -> None:
+class BufferOutcomes:
+    def __init__(self, buffers: ModuleBuffers, form: Form) -> None:
         self.buffers, self.form = buffers, form
         self._mine: list[dict[str, Tensor]] = []
 
@@ -37,7 +37,7 @@ class Outcomes:
         buffers = self.buffers
         return max(leaves * packed_size(buffers.others), packed_size(buffers.layout.pieces))
 
-    def message(self, step: Tally, rank: int) -> Bytes | None:
+    def message(self, step: StepTally, rank: int) -> Bytes | None:
         """This worker's outcomes of the buffers that are merged by value; None: none changed."""
         changed = self._changed(step)
         if not changed:
@@ -50,12 +50,12 @@ class Outcomes:
         message[: len(mine)] = mine
         return message
 
-    def _changed(self, step: Tally) -> list[Piece]:
+    def _changed(self, step: StepTally) -> list[TensorPlace]:
         if step.leaves == 1:
             return list(self.buffers.layout.pieces)  # taken as they are, statistics included
         return self.buffers.changed(self.form.of_buffers(step.rows))
 
-    def commit(self, step: Tally, gathered: Sequence[Bytes]) -> None:
+    def commit(self, step: StepTally, gathered: Sequence[Bytes]) -> None:
         """`gathered`: everyone's messages; none: there was nothing to tell, or nobody to tell."""
         buffers = self.buffers
         if not buffers.layout.pieces:

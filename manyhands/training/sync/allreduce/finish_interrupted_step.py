@@ -24,16 +24,16 @@ import numpy as np
 import torch
 
 from manyhands.training.collective.collective import FACTS, OUTCOMES, Bounds
-from manyhands.training.collective.two_level import Tiers
+from manyhands.training.collective.two_level import TwoLevel
 from manyhands.training.state.layout import Unit, blocks, share_out, units
 from manyhands.training.state.param_groups import groups_to_json, restore, schedule_to_json
 from manyhands.training.state.replica import Replica
-from manyhands.training.state.sharded_optimizer import SharedOut
-from manyhands.training.state.undo_log import Keep
-from manyhands.training.sync.allreduce.buffer_outcomes import Outcomes
+from manyhands.training.state.sharded_optimizer import ShardedOptimizer
+from manyhands.training.state.undo_log import UndoLog
+from manyhands.training.sync.allreduce.buffer_outcomes import BufferOutcomes
 from manyhands.training.sync.allreduce.partial_sums import parts_of
-from manyhands.training.sync.allreduce.step_facts import Form, Tally
-from manyhands.training.sync.allreduce.update import Updating
+from manyhands.training.sync.allreduce.step_facts import Form, StepTally
+from manyhands.training.sync.allreduce.update import Update
 from manyhands.training.sync.sync import Place
 from manyhands.values.errors import Broken
 
@@ -42,18 +42,18 @@ class Regrouping:
     def __init__(
         self,
         replica: Replica,
-        keep: Keep,
-        optimizer: SharedOut,
+        keep: UndoLog,
+        optimizer: ShardedOptimizer,
         form: Form,
-        outcomes: Outcomes,
-        updating: Updating,
+        outcomes: BufferOutcomes,
+        updating: Update,
     ) -> None:
         self.replica, self.keep, self.optimizer = replica, keep, optimizer
         self.form, self.outcomes, self.updating = form, outcomes, updating
         self._current = False
         """Whether groups and schedule here are those of `replica.step`."""
 
-    def regroup(self, place: Place, tiers: Tiers, mine: Sequence[Unit]) -> None:
+    def regroup(self, place: Place, tiers: TwoLevel, mine: Sequence[Unit]) -> None:
         """`mine` are the units that this worker updates from now on."""
         world = place.world
         begins = place.fresh is not None and world.host == 0
@@ -77,7 +77,7 @@ class Regrouping:
         if place.world.leads_host:
             self.keep.put_note(self.replica.step, self._note())
 
-    def _begin(self, place: Place, tiers: Tiers, mine: Sequence[Unit]) -> None:
+    def _begin(self, place: Place, tiers: TwoLevel, mine: Sequence[Unit]) -> None:
         """On the first host, with what the replicas hold; the leader's model is what all start
         from."""
         assert place.fresh is not None
@@ -133,7 +133,7 @@ class Regrouping:
 
     # ---- after a death
 
-    def _mend(self, tiers: Tiers, rank: int) -> None:
+    def _mend(self, tiers: TwoLevel, rank: int) -> None:
         """Bring everything that is kept to the end of the newest step that anybody began to take.
 
         Idempotent: whoever mends can die too.
@@ -152,10 +152,10 @@ class Regrouping:
             self.keep.put_buffers(high, committed)
         self.keep.summed[:] = 0
 
-    def _recall(self, tiers: Tiers, step: int) -> Tally:
+    def _recall(self, tiers: TwoLevel, step: int) -> StepTally:
         return self.form.read(step, tiers.recall(FACTS, step))
 
-    def _finish_step(self, tiers: Tiers, rank: int, step: Tally) -> None:
+    def _finish_step(self, tiers: TwoLevel, rank: int, step: StepTally) -> None:
         """Update what the members of the view before this one did not get to."""
         layout, cut, updating = self.replica.layout, self.optimizer.cut, self.updating
         summed = int(self.keep.summed[0]) == step.step + 1
@@ -180,7 +180,7 @@ class Regrouping:
 
     # ---- after the loss of a host, or when one is new
 
-    def _level(self, place: Place, tiers: Tiers) -> None:
+    def _level(self, place: Place, tiers: TwoLevel) -> None:
         """Between hosts: those who are behind take everything from one who is not."""
         keep, here, between = self.keep, tiers.world.host, tiers.between
         assert between is not None

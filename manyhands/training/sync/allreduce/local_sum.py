@@ -16,7 +16,7 @@ from torch import Tensor
 
 from manyhands.accounting.micro_batches import Node
 from manyhands.training.collective.collective import Lanes
-from manyhands.training.state.layout import Piece
+from manyhands.training.state.layout import TensorPlace
 from manyhands.training.sync.canonical_sum import TreeSum
 from manyhands.values.errors import TaskError
 
@@ -24,11 +24,11 @@ _FOREACH_ADD: Any = getattr(torch, "_foreach_add_")  # noqa: B009 (private, and 
 _FOREACH_COPY: Any = getattr(torch, "_foreach_copy_")  # noqa: B009
 
 
-class Summing:
+class LocalSum:
     """Into `slots`, which all workers of a view may read; a tree's values are their numbers."""
 
     def __init__(
-        self, pieces: Sequence[Piece], parameters: Sequence[Tensor], slots: Sequence[Lanes]
+        self, pieces: Sequence[TensorPlace], parameters: Sequence[Tensor], slots: Sequence[Lanes]
     ) -> None:
         self.pieces, self.parameters, self.slots = pieces, parameters, slots
         self._views: dict[int, list[Tensor]] = {}

@@ -26,7 +26,7 @@ import torch
 
 from manyhands.accounting.micro_batches import Node, subtrees
 from manyhands.training.collective.collective import Bounds, Lanes, stretch
-from manyhands.training.collective.two_level import Tiers
+from manyhands.training.collective.two_level import TwoLevel
 from manyhands.training.state.layout import Layout
 from manyhands.training.sync.canonical_sum import TreeSum, finish
 
@@ -82,10 +82,10 @@ def _share(bounds: tuple[int, int], part: int, parts: int) -> tuple[int, int]:
     return start + cuts[0], stop if part == parts - 1 else start + cuts[1]
 
 
-class Reducing:
+class OverlappedHostSum:
     """One view's use of it."""
 
-    def __init__(self, layout: Layout, tiers: Tiers, sums: Lanes) -> None:
+    def __init__(self, layout: Layout, tiers: TwoLevel, sums: Lanes) -> None:
         self.tiers, self.sums, self.world = tiers, sums, tiers.world
         self.buckets = buckets(layout, bucket_bytes(layout, self.world.num_hosts))
         self.owned: list[list[Bounds]] = [

@@ -11,14 +11,14 @@ import torch
 
 from manyhands.accounting.micro_batches import Node, subtrees
 from manyhands.training.collective.collective import Bounds, Lanes
-from manyhands.training.sync.allreduce.step_facts import Tally
+from manyhands.training.sync.allreduce.step_facts import StepTally
 from manyhands.training.sync.canonical_sum import finish
 
 Parts = list[tuple[Node, Lanes]]
 """Subtrees of a step's sum, in index order."""
 
 
-def parts_of(slots: Sequence[Sequence[Lanes]], tally: Tally) -> Parts:
+def parts_of(slots: Sequence[Sequence[Lanes]], tally: StepTally) -> Parts:
     """Which subtree each rank's slots hold."""
     nodes = [subtrees(r, tally.leaves) for r in tally.ranges]
     return [
@@ -42,7 +42,7 @@ class Finisher:
                 lanes[dtype] = torch.empty(len(lane), dtype=dtype, device=lane.device)
         return {dtype: lanes[dtype][: len(lane)] for dtype, lane in like.items()}
 
-    def finish(self, tally: Tally, parts: Parts, origin: Bounds, wanted: Bounds) -> Lanes:
+    def finish(self, tally: StepTally, parts: Parts, origin: Bounds, wanted: Bounds) -> Lanes:
         """The gradient of the stretch `wanted`; `parts` begin at `origin`."""
         views = [(node, _cut_out(lanes, origin, wanted)) for node, lanes in parts]
         theirs = {id(lanes) for _, lanes in views}

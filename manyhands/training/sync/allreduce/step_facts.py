@@ -29,7 +29,7 @@ NAME_BYTES = 2048
 
 
 @dataclass(slots=True)
-class Tally:
+class StepTally:
     """A step whose gradients are in place; the same for whoever reads its messages."""
 
     step: int
@@ -80,7 +80,7 @@ class Form:
         """The columns of rows that are the buffers'."""
         return rows[..., self.width - self.buffer_columns :]
 
-    def read(self, step: int, everyone: Sequence[Bytes]) -> Tally:
+    def read(self, step: int, everyone: Sequence[Bytes]) -> StepTally:
         """All workers' messages, put in index order."""
         messages = [m.view(np.float64) for m in everyone]
         ranges = [range(int(m[1]), int(m[2])) for m in messages]
@@ -98,10 +98,10 @@ class Form:
         touched: list[bool] = rows[:, at : at + self.parameters].max(axis=0).astype(bool).tolist()
         clip = float(messages[0][3])
         clip_norm = None if math.isnan(clip) else clip
-        return Tally(step, ranges, rows, columns, touched, not unweighted[0], clip_norm)
+        return StepTally(step, ranges, rows, columns, touched, not unweighted[0], clip_norm)
 
     def learn(
-        self, cut: Cut, tally: Tally, everyone: Sequence[Bytes], audited: int | None
+        self, cut: Cut, tally: StepTally, everyone: Sequence[Bytes], audited: int | None
     ) -> StepFacts:
         """The facts of a step that is about to be taken; raises what forbids to take it."""
         headers = [m.view(np.float64)[:HEADER].tolist() for m in everyone]
@@ -167,7 +167,7 @@ class Sheet:
         return message
 
 
-def _see_that_all_was_read(cut: Cut, tally: Tally) -> None:
+def _see_that_all_was_read(cut: Cut, tally: StepTally) -> None:
     """Workers say which positions they fetched; together they must be those of the step."""
     starts, counts, sizes = tally.columns[5], tally.columns[3], cut.sizes
     due = list(accumulate(sizes[:-1], initial=cut.start))
@@ -175,7 +175,7 @@ def _see_that_all_was_read(cut: Cut, tally: Tally) -> None:
     assert right, f"{cut} was to be read, but from positions {starts} {counts} records were"
 
 
-def _names_of(tally: Tally, everyone: Sequence[Bytes]) -> list[str]:
+def _names_of(tally: StepTally, everyone: Sequence[Bytes]) -> list[str]:
     """The names of the numbers, from the first worker that computed anything."""
     message = next(m for m, r in zip(everyone, tally.ranges, strict=True) if r)
     length = int(message.view(np.float64)[4])

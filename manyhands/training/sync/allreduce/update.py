@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from manyhands.training.collective.collective import Bounds, Lanes
 from manyhands.training.state.layout import Span, units
 from manyhands.training.state.memory import Memory
-from manyhands.training.state.sharded_optimizer import SharedOut, one_thread
+from manyhands.training.state.sharded_optimizer import ShardedOptimizer, one_thread
 from manyhands.training.sync.allreduce.partial_sums import Finisher, Parts
-from manyhands.training.sync.allreduce.step_facts import Tally
+from manyhands.training.sync.allreduce.step_facts import StepTally
 from manyhands.training.sync.clip import block_norms, coefficient, torch_coefficient
 from manyhands.training.sync.sync import Moment
 
@@ -24,9 +24,9 @@ Blocks = Sequence[tuple[Span, int, int]]
 """As `layout.blocks` gives them."""
 
 
-class Updating:
+class Update:
     def __init__(
-        self, optimizer: SharedOut, memory: Memory, *, micro_batches: int, moment: Moment
+        self, optimizer: ShardedOptimizer, memory: Memory, *, micro_batches: int, moment: Moment
     ) -> None:
         """`micro_batches`: of a full step."""
         self.optimizer, self.layout = optimizer, optimizer.layout
@@ -42,7 +42,7 @@ class Updating:
         self.whole: Bounds = {d: (0, size) for d, size in self.layout.trainable_sizes.items()}
 
     def finish_into_sums(
-        self, step: Tally, parts: Parts, origin: Bounds, spans: Sequence[Span]
+        self, step: StepTally, parts: Parts, origin: Bounds, spans: Sequence[Span]
     ) -> None:
         """The gradient of these spans. `parts` begin at `origin`."""
         for unit in units(self.layout, spans, cut=self.optimizer.cut):
@@ -54,12 +54,12 @@ class Updating:
         """Of what is in `sums`."""
         return block_norms([self.sums[span.piece.dtype][a:b] for span, a, b in blocks])
 
-    def summed_norms(self, step: Tally, blocks: Blocks) -> NDArray[np.float64]:
+    def summed_norms(self, step: StepTally, blocks: Blocks) -> NDArray[np.float64]:
         """Of what hosts have summed up in `sums`: it has not been divided yet."""
         lanes = [self.sums[span.piece.dtype][a:b] for span, a, b in blocks]
         return block_norms([lane / step.total for lane in lanes] if step.weighted else lanes)
 
-    def clip_factor(self, step: Tally, norms: Callable[[], NDArray[np.float64]]) -> float:
+    def clip_factor(self, step: StepTally, norms: Callable[[], NDArray[np.float64]]) -> float:
         """What the gradient is multiplied with; `norms()` gives those of all blocks, in order."""
         if step.clip_norm is None:
             return 1.0
@@ -70,7 +70,7 @@ class Updating:
         whole = [piece.view(self.sums[piece.dtype]) for piece, touched in pairs if touched]
         return torch_coefficient(whole, step.clip_norm)
 
-    def update(self, step: Tally, parts: Parts, origin: Bounds, factor: float) -> None:
+    def update(self, step: StepTally, parts: Parts, origin: Bounds, factor: float) -> None:
         """Every unit that is worked on here, one after the other. `parts` begin at `origin`."""
         optimizer = self.optimizer
         with one_thread():
@@ -86,7 +86,7 @@ class Updating:
                     gradient = self.finisher.scaled(gradient, factor)
                 optimizer.update(work, gradient, unit, step.touched, step.step)
 
-    def update_summed(self, step: Tally, factor: float) -> None:
+    def update_summed(self, step: StepTally, factor: float) -> None:
         """The same, when hosts have summed up the whole gradient in `sums`."""
         optimizer = self.optimizer
         with one_thread():
