@@ -26,9 +26,10 @@ import rows
 import torch
 from rows import Metric, Wanted, console
 
-from manyhands.training.collective.collective import Bounds, Collective
+from manyhands.training.collective.collective import Collective
 from manyhands.training.collective.sockets import Door, Sockets
 from manyhands.training.collective.torch_group import TorchGroup, torch_distributed
+from manyhands.training.state.layout import Bounds
 from manyhands.values.world import World
 
 HOSTS = 2

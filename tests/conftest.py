@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from manyhands.launch.engines.launcher import Launcher, Local, create_segments
+from manyhands.launch.engines.launcher import Launcher
+from manyhands.launch.engines.local import Local
+from manyhands.launch.engines.segments import create_segments
 from manyhands.testing.namespaces import NAMED, Network, why_not
 
 # A busy machine is no bug: no test is judged by how long it took.

@@ -7,7 +7,7 @@ Exit codes: 0 done, 1 the run failed (verdict printed), 2 the request was wrong,
 
 import sys
 
-from manyhands.cli.commands import app
+from manyhands.cli.app import app
 from manyhands.values.errors import Interrupted, ManyhandsError, RequestError, RunFailed
 
 

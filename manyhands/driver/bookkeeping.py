@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The driver's desk: everything the supervisor reports is dealt with here.
+"""Bookkeeping: everything the supervisor reports is dealt with here.
 
-Events are passed on to whoever is told of them (telling.py), the ledger is kept, checkpoints are
-committed and deleted, scores judged; and at the end there is a report, a verdict or a word about
-how to resume.
+Events are passed on to whoever is told of them (run_outputs.py), the ledger is kept, checkpoints
+are committed and deleted, scores judged; and at the end there is a report, a verdict or a word
+about how to resume.
 """
 
 import os
 import platform
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -21,55 +20,23 @@ from manyhands.accounting import ledger
 from manyhands.checkpoint.commit import FileRecord, FolderStorage, StepManifest, to_delete
 from manyhands.checkpoint.contents import MODEL
 from manyhands.checkpoint.tensors import fingerprint
-from manyhands.driver.status_writer import RunOutputs, SpeedMeter
-from manyhands.driver.supervise.audience import Done, Incident, Link, WorkerStatus
+from manyhands.driver.live.live_settings import LiveSettings
+from manyhands.driver.resolved_run import ResolvedRun
+from manyhands.driver.run_outputs import RunOutputs
+from manyhands.driver.speed_meter import SpeedMeter
+from manyhands.driver.status_writer import write_status
+from manyhands.driver.supervise.outcome import Done, Incident
 from manyhands.evaluation.early_stopping import best_step, should_stop
 from manyhands.monitor.terminal import Progress
-from manyhands.planning.pace.deadline import Aim
 from manyhands.planning.planner import Plan
 from manyhands.values import events
-from manyhands.values.config import RunConfig, live_settings
+from manyhands.values.config import live_settings
 from manyhands.values.errors import ConfigError, Interrupted, RequestError, RunFailed
-from manyhands.values.faults import FaultPlan
-from manyhands.values.messages import (
-    Answer,
-    Beat,
-    ReadFile,
-    SavedFile,
-    Settings,
-    StoreFile,
-    View,
-)
+from manyhands.values.messages import Beat, SavedFile, Settings, View
 from manyhands.values.report import Report
-from manyhands.values.rundir import RunDir, write_whole
-from manyhands.values.task import Loaded
+from manyhands.values.rundir import write_whole
+from manyhands.values.status import Link, WorkerStatus
 from manyhands.values.verdict import Cause, Verdict, explain
-from manyhands.worker.carried_files import FileServer
-
-OnStep = Callable[[events.Stepped], object]
-
-
-@dataclass(frozen=True, slots=True)
-class ResolvedRun:
-    """One call of `train` or `resume`, after its arguments were made sense of."""
-
-    run: RunDir
-    loaded: Loaded
-    config: RunConfig
-    workers: int | tuple[int, int] | None
-    """A number, the least and the most, or as many as there is room for."""
-    on_step: OnStep | None
-    quiet: bool
-    faults: FaultPlan
-    given: frozenset[str] = frozenset()
-    """Settings given for this resume: they win over earlier live changes."""
-    changes: Mapping[int, dict[str, Any]] = field(default_factory=dict[int, dict[str, Any]])
-    """Settings that change after so many steps: of the run that is replayed."""
-    debug: tuple[int, int] | None = None
-    """Stop in a debugger at this micro-batch: (step, index)."""
-    notes: Sequence[str] = ()
-    aim: Aim | None = None
-    """A wished speed, which sets the number of workers."""
 
 
 class Bookkeeping:
@@ -80,22 +47,16 @@ class Bookkeeping:
         job: ResolvedRun,
         made: Plan,
         first_step: int,
-        started: float,
         book: ledger.Book,
-        start_from: str | None = None,
     ) -> None:
-        self.job, self.plan, self.started, self.book = job, made, started, book
+        self.job, self.plan, self.started, self.book = job, made, job.asked, book
         live = [s for c in book.changes if c.step <= first_step for s in live_settings(c.settings)]
-        self.config = job.config.with_settings(live)
-        """With the changes that were made while training."""
-        self.groups: list[dict[str, Any]] = []
-        self.schedule: list[str] = []
+        self.live = LiveSettings(job.config.with_settings(live))
         self.losses: dict[int, float] = {}
         self.incidents = 0
         self.doing = "running"
         self.storage = FolderStorage(job.run)
-        self.files = FileServer(job.run, start_from)
-        self.telling = RunOutputs(job.run, job.config.log, quiet=job.quiet)
+        self.outputs = RunOutputs(job.run, job.config.log, quiet=job.quiet)
         self.speed = SpeedMeter()
         self.state = "running"
         self.status_of: list[WorkerStatus] = []
@@ -120,7 +81,7 @@ class Bookkeeping:
         verb = f"resuming at step {first_step}" if first_step else "training"
         title = f"{verb} in {job.run.root}"
         lines = [title, *(f"  {line}" for line in made.lines())]
-        self.telling.note("\n".join(lines))
+        self.outputs.note("\n".join(lines))
         self.event(
             events.Started(
                 step=first_step,
@@ -134,17 +95,17 @@ class Bookkeeping:
     # ---- what the supervisor tells
 
     def event(self, event: events.AnyEvent) -> None:
-        self.telling.event(event)
+        self.outputs.event(event)
 
     def beat(self, beat: Beat) -> None:
-        self.telling.losses(beat.losses)
+        self.outputs.losses(beat.losses)
         if beat.loss is None:
             return
         self.speed.measure(beat.records)
         self.progress.samples_per_s = self.speed.lately
         self.progress.step, self.progress.loss = beat.step, beat.loss
         self.losses = {beat.step: beat.loss}
-        self.telling.progress(self.progress)
+        self.outputs.progress(self.progress)
         for record in beat.steps:
             event = events.Stepped(
                 step=record.step,
@@ -166,7 +127,7 @@ class Bookkeeping:
     def begun(
         self, view: View, step: int, groups: list[dict[str, Any]], schedule: list[str]
     ) -> None:
-        self.groups, self.schedule = groups, schedule
+        self.live.groups, self.live.schedule = groups, schedule
         workers = [m.worker for m in view.members]
         self.book.begin(step, view.generation, workers, view.speeds)
         self.progress.workers = len(workers)
@@ -181,29 +142,8 @@ class Bookkeeping:
 
     def changed(self, step: int, changes: Settings) -> None:
         self.book.change(step, changes)
-        self.config = self.config.with_settings(live_settings(changes))
+        self.live.change(changes)
         self.event(events.Changed(step=step, settings=changes))
-
-    def objection(self, changes: Settings) -> str | None:
-        if not self.groups:
-            return "training has not begun yet; try again in a moment"
-        known = {key: value for group in self.groups for key, value in group.items()}
-        for name, value in changes.items():
-            if "." not in name:
-                if name not in known or name == "initial_lr":
-                    return f"the optimizer has no '{name}'; it has {', '.join(sorted(known))}."
-                if not isinstance(value, bool | int | float | list):
-                    return f"{name} = {value!r} is not a number."
-                odd = [kind for kind in self.schedule if kind in ("OneCycleLR", "CyclicLR")]
-                if name == "lr" and odd:
-                    return f"{odd[0]} has no base rate that could be changed while it goes on."
-        try:
-            config = self.config.with_settings(live_settings(changes))
-        except ConfigError as error:
-            return str(error)
-        if config.evaluate is not None and self.config.evaluate is None:
-            return "this run does not evaluate while it trains; there is no interval to change."
-        return None
 
     def recovered(self, incident: Incident) -> None:
         self.incidents += 1
@@ -224,7 +164,7 @@ class Bookkeeping:
             went_on_at=incident.step,
             recomputed=incident.recomputed,
         )
-        self.telling.note(verdict.page())
+        self.outputs.note(verdict.page())
         with suppress(OSError):
             encoded = msgspec.json.format(msgspec.json.encode(verdict))
             write_whole(self.job.run.verdict, encoded, durable=False)
@@ -251,21 +191,18 @@ class Bookkeeping:
             self.event(events.Warned(text=f"{error} It will not stop early."))
             return None
 
-    def serve(self, message: StoreFile | ReadFile) -> Answer:
-        return self.files.serve(message)
-
     def written(self, step: int, attempt: int, files: list[SavedFile], blocked_s: float) -> None:
         listed = {f.name: FileRecord(f.size_bytes, f.sha256) for f in files}
         manifest = StepManifest(step, listed, attempt)
         # First the ledger: a checkpoint must never be ahead of what is proven.
-        self.book.close_at(step, self._rates(), self.losses.get(step), durable=True)
+        self.book.close_at(step, self.live.rates(), self.losses.get(step), durable=True)
         self.storage.commit(manifest)
         self.event(events.Saved(step=step, size_bytes=manifest.size_bytes, blocked_s=blocked_s))
         self._retain()
 
     def last_score(self) -> tuple[int, str | None]:
         """The step that was last scored before this run began, and whether that was enough."""
-        evaluate = self.config.evaluate
+        evaluate = self.live.config.evaluate
         if not self.history or evaluate is None:
             return -1, None
         with suppress(ConfigError):
@@ -273,11 +210,8 @@ class Bookkeeping:
             return self.history[-1][0], enough
         return -1, None
 
-    def _rates(self) -> list[float | None]:
-        return [group.get("lr") for group in self.groups]
-
     def _retain(self) -> None:
-        checkpoint = self.config.checkpoint
+        checkpoint = self.live.config.checkpoint
         if checkpoint is None:
             return
         steps = self.storage.steps()
@@ -295,7 +229,7 @@ class Bookkeeping:
 
     def finish(self, done: Done) -> Report:
         step = done.leader.step
-        self.book.close_at(step, self._rates(), done.leader.loss, durable=True)
+        self.book.close_at(step, self.live.rates(), done.leader.loss, durable=True)
         self.storage.sweep()  # what somebody began to save who did not live to finish it
         weights = self.job.run.step(step) / MODEL
         mark = fingerprint(weights)
@@ -359,7 +293,7 @@ class Bookkeeping:
         if self.state == "running":
             self.state = "failed"
         self._write_status()
-        self.telling.close()
+        self.outputs.close()
         self.book.ledger.close()
         for path in self.job.run.root.glob(".rendezvous-*"):
             path.unlink(missing_ok=True)
@@ -368,7 +302,7 @@ class Bookkeeping:
         if self.state != "forgotten":
             state = self.doing if self.state == "running" else self.state
             outlook = self.outlook() if self.state == "running" else {}
-            self.telling.status(state, self.progress, self.status_of, self.links, outlook)
+            write_status(self.job.run, state, self.progress, self.status_of, self.links, outlook)
 
 
 def drivers_fault(error: OSError, step: int) -> Cause:

@@ -9,13 +9,15 @@ import msgspec
 import zmq
 
 from manyhands.accounting.micro_batches import deal
+from manyhands.driver.bookkeeping import Bookkeeping
+from manyhands.driver.file_server import FileServer
 from manyhands.driver.live.live_requests import LiveRequests
 from manyhands.driver.supervise import decisions
-from manyhands.driver.supervise.audience import Audience, Done, Incident, WorkerStatus
 from manyhands.driver.supervise.audit import Audit
 from manyhands.driver.supervise.host_links import HostLinks
 from manyhands.driver.supervise.liveness import Liveness
 from manyhands.driver.supervise.membership import decide, redealt, suspicious
+from manyhands.driver.supervise.outcome import Done, Incident
 from manyhands.driver.supervise.worker_states import Situation, WorkerState
 from manyhands.launch.engines.agent import WorkerStarted
 from manyhands.launch.engines.launcher import (
@@ -50,6 +52,7 @@ from manyhands.values.messages import (
     View,
     Written,
 )
+from manyhands.values.status import WorkerStatus
 from manyhands.values.verdict import Cause
 from manyhands.values.world import oom_kills
 
@@ -60,19 +63,20 @@ class Supervisor:
     def __init__(
         self,
         launcher: Launcher,
-        switchboard: SupervisorChannel,
-        audience: Audience,
+        channel: SupervisorChannel,
+        books: Bookkeeping,
+        files: FileServer,
         situation: Situation,
         *,
-        people: LiveRequests,
+        requests: LiveRequests,
         start: Callable[[int], WorkerPlace],
         first_worker: int = 0,
     ) -> None:
         """`start(worker)` starts one, and says where."""
-        self.launcher, self.switchboard, self.audience = launcher, switchboard, audience
-        self.now, self.people, self.start = situation, people, start
-        self.clocks, self.audit = Liveness(), Audit(situation, audience)
-        self.network = HostLinks(situation, audience)
+        self.launcher, self.channel, self.books, self.files = launcher, channel, books, files
+        self.now, self.requests, self.start = situation, requests, start
+        self.liveness, self.audit = Liveness(), Audit(situation, books.event)
+        self.links = HostLinks(situation, books.event)
         self.oom_before = oom_kills()
         self.next_worker = first_worker
         self.parts: dict[str, dict[int, RoundPart]] = {}
@@ -85,24 +89,25 @@ class Supervisor:
         self.incident: tuple[Cause, str, float] | None = None
         self.announced: set[tuple[int, int | None]] = set()
         self.poller = zmq.Poller()
-        self.poller.register(switchboard.socket, zmq.POLLIN)
+        self.poller.register(channel.socket, zmq.POLLIN)
         self.poller.register(launcher.fileno(), zmq.POLLIN)
-        self.poller.register(people.control.fileno(), zmq.POLLIN)
+        self.poller.register(requests.control.fileno(), zmq.POLLIN)
 
     def run(self) -> Done | Cause:
         """Until the run is done or given up. The caller stops workers that are left over."""
         reported = 0.0
         while True:
             self.poller.poll(POLL_MS)
-            for message in self.switchboard.receive():
+            for message in self.channel.receive():
                 self._hear(message)
             for sign in self.launcher.poll():
                 self._see(sign)
-            self._make_room(self.launcher.capacity())
+            hosts = self.launcher.hosts.look()
+            self._make_room(hosts.capacity)
             for worker in self.now.workers.values():
-                worker.host_silent_s = self.launcher.silence(worker.at)
-            self.people.listen()
-            self.clocks.write_down(self.now)
+                worker.host_silent_s = hosts.silent_s.get(worker.at, 0.0)
+            self.requests.listen()
+            self.liveness.write_down(self.now)
             while not isinstance(decision := decide(self.now), decisions.Wait):
                 if isinstance(decision, decisions.Finish):
                     self._report()
@@ -111,7 +116,7 @@ class Supervisor:
                 if isinstance(decision, decisions.GiveUp):
                     return decision.cause
                 self._do(decision)
-            self.people.answer()
+            self.requests.answer()
             if time.monotonic() - reported > 0.5:
                 reported = time.monotonic()
                 self._report()
@@ -127,8 +132,8 @@ class Supervisor:
                 self.now.workers[worker].fenced = because
                 self.launcher.kill(worker)
             case decisions.DropHost(at=at, because=because):
-                self.launcher.drop(at, because)
-                self.now.capacity = self.launcher.capacity()
+                self.launcher.hosts.drop(at, because)
+                self.now.capacity = self.launcher.hosts.look().capacity
                 for worker in self.now.workers.values():
                     if worker.at == at and worker.alive:
                         worker.fenced = because
@@ -154,7 +159,7 @@ class Supervisor:
         number = self.next_worker
         self.next_worker += 1
         self.now.workers[number] = WorkerState(number)
-        self.clocks.start(number)
+        self.liveness.start(number)
         berth, worker = self.start(number), self.now.workers[number]
         worker.at, worker.at_name = berth.at, berth.name
 
@@ -164,7 +169,7 @@ class Supervisor:
         if cause is not None:
             if self.incident is None:  # losses during a recovery are symptoms of the same day
                 self.incident = cause, because, time.monotonic()
-            self.audience.event(
+            self.books.event(
                 events.Lost(
                     rank=cause.rank or 0,
                     worker=cause.worker,
@@ -180,15 +185,15 @@ class Supervisor:
     def _tell_members(self, message: FromSupervisor) -> None:
         for worker in self.now.members():
             if worker.alive:
-                self.switchboard.send(worker.number, message)
+                self.channel.send(worker.number, message)
 
     def _issue(self, view: View) -> None:
         now = self.now
         chosen = {m.worker for m in view.members}
         for worker in now.workers.values():
             if worker.alive and worker.phase in ("ready", "waiting"):
-                self.switchboard.send(worker.number, view)
-                self.clocks.enter(worker, "in" if worker.number in chosen else "left")
+                self.channel.send(worker.number, view)
+                self.liveness.enter(worker, "in" if worker.number in chosen else "left")
                 worker.broken, worker.lost = False, frozenset()
         now.view, self.writers[view.generation] = view, frozenset(chosen)
         now.broken = now.halted = now.audit = None
@@ -201,10 +206,10 @@ class Supervisor:
 
     def _see(self, sign: LauncherEvent) -> None:
         if isinstance(sign, HostNews):
-            self.audience.event(events.Hosted(host=sign.host, what=sign.what))
+            self.books.event(events.Hosted(host=sign.host, what=sign.what))
             return
         if isinstance(sign, LauncherWarning):
-            self.audience.event(events.Warned(text=sign.text))
+            self.books.event(events.Warned(text=sign.text))
             return
         worker = self.now.workers.get(sign.worker)
         if worker is None:
@@ -215,17 +220,17 @@ class Supervisor:
         worker.exit = sign
         if sign.lost:
             self.now.held -= {worker.at}
-        self.clocks.ended(sign.worker)
+        self.liveness.ended(sign.worker)
         if worker.phase == "left":
             return
         if worker.phase == "starting" and not sign.lost:
             self.now.failed_starts += 1
         rank = self.now.rank_of(sign.worker)
-        self.clocks.enter(worker, "gone")
+        self.liveness.enter(worker, "gone")
         self.now.oom_kills = oom_kills() - self.oom_before
         if sign.code != 0:  # its Left may still be on the way; if none comes, it is told as Lost
             how = f"signal {-sign.code}" if sign.code < 0 else f"code {sign.code}"
-            self.audience.event(events.Exited(rank=rank, pid=sign.pid, how=how))
+            self.books.event(events.Exited(rank=rank, pid=sign.pid, how=how))
 
     # ---- what workers say
 
@@ -234,13 +239,13 @@ class Supervisor:
         generation = now.view.generation if now.view else 0
         worker = now.workers.get(message.worker)
         if worker is None:
-            self.switchboard.strangers.count()
+            self.channel.strangers.count()
             return
         # These may be read after its end was seen.
         last_words = Begun | Beat | Scored | Trouble | Notice | Left | Written
         if worker.phase == "gone" and not isinstance(message, last_words):
             return
-        self.clocks.heard(worker.number)
+        self.liveness.heard(worker.number)
         always = Hello | Trouble | Written | StoreFile | ReadFile | Notice | Leaving | Beat
         if message.generation != generation and not isinstance(message, always):
             return  # of a view that is over, or sent before there was one
@@ -249,7 +254,7 @@ class Supervisor:
                 worker.pid, worker.host, worker.built = message.pid, message.host, message.built
                 worker.door = message.door
                 worker.cache, worker.shards = message.cache, message.shards
-                self.clocks.enter(worker, "waiting")
+                self.liveness.enter(worker, "waiting")
                 now.failed_starts = 0
             case Begun():
                 self._begun(message)
@@ -264,24 +269,24 @@ class Supervisor:
                 if message.differs is not None:
                     now.audit, now.audited = message.differs[1], "workers differed"
                 if worker.phase == "in":
-                    self.clocks.enter(worker, "ready")
+                    self.liveness.enter(worker, "ready")
             case Leaving():
                 worker.leaving = True
                 text = f"worker {worker.number} was asked to go; it hands over after this step"
-                self.audience.event(events.Warned(text=text))
+                self.books.event(events.Warned(text=text))
             case Measured():
-                self.network.hear(worker, message)
+                self.links.hear(worker, message)
             case Beat():
                 self._beat(worker, message)
             case RoundPart():
                 self._collect(message)
             case Scored(step=step, round=round, scores=scores):
-                now.scored, now.enough = step, self.audience.scored(step, scores)
+                now.scored, now.enough = step, self.books.scored(step, scores)
                 self._tell_members(Reply(round=round, stop=now.enough))
             case Written():
                 self._written(message)
             case StoreFile() | ReadFile():
-                self.switchboard.send(worker.number, self.audience.serve(message))
+                self.channel.send(worker.number, self.files.serve(message))
             case Trouble():
                 worker.trouble = worker.trouble or message
                 now.troubles.append(message)
@@ -289,11 +294,11 @@ class Supervisor:
                 if (answer := self.audit.hear(message)) is not None:
                     self._tell_members(answer)
             case Notice(text=text):
-                self.audience.event(events.Warned(text=text))
+                self.books.event(events.Warned(text=text))
             case Left():
                 worker.left = message
                 now.step = max(now.step, message.step)
-                self.clocks.enter(worker, "left")
+                self.liveness.enter(worker, "left")
             case _:
                 pass
 
@@ -313,10 +318,10 @@ class Supervisor:
         if message.step > now.step:
             now.losses = 0
         now.step, now.first_step = max(now.step, message.step), message.step
-        self.clocks.begin()
-        self.audience.begun(view, message.step, message.groups, message.schedule)
+        self.liveness.begin()
+        self.books.begun(view, message.step, message.groups, message.schedule)
         if view.changes:
-            self.audience.changed(message.step, view.changes)
+            self.books.changed(message.step, view.changes)
             now.journal.setdefault(message.step, {}).update(view.changes)
             now.changes = {k: v for k, v in now.changes.items() if view.changes.get(k) != v}
             self._tell_members(Reply(round=f"go-{view.generation}"))
@@ -324,7 +329,7 @@ class Supervisor:
             cause, decided, noticed = self.incident
             self.incident = None
             reached = max(cause.step, self.reached)
-            self.audience.recovered(
+            self.books.recovered(
                 Incident(
                     msgspec.structs.replace(cause, step=reached),
                     f"{decided}; {_count(len(view.members), 'worker')} went on",
@@ -337,8 +342,8 @@ class Supervisor:
 
     def _beat(self, worker: WorkerState, beat: Beat) -> None:
         now = self.now
-        if self.clocks.beat(beat) and worker.phase == "starting":
-            self.clocks.enter(worker, "starting")  # it fetches data: that may take its time
+        if self.liveness.beat(beat) and worker.phase == "starting":
+            self.liveness.enter(worker, "starting")  # it fetches data: that may take its time
         worker.step, worker.seasoned = beat.step, beat.seasoned
         worker.micro_batch_s = beat.micro_batch_s or worker.micro_batch_s
         worker.samples_per_s = beat.samples_per_s
@@ -348,7 +353,7 @@ class Supervisor:
             if (trouble.step, trouble.micro_batch) not in self.announced:
                 self.announced.add((trouble.step, trouble.micro_batch))
                 self._announce(trouble)
-        self.audience.beat(beat)
+        self.books.beat(beat)
 
     def _announce(self, trouble: Trouble) -> None:
         text = (
@@ -356,7 +361,7 @@ class Supervisor:
             f"{trouble.micro_batch} ({trouble.text}), which another worker then computed without "
             "an error: that worker's process or machine is suspect."
         )
-        self.audience.event(events.Warned(text=text))
+        self.books.event(events.Warned(text=text))
 
     def _collect(self, part: RoundPart) -> None:
         view = self.now.view
@@ -371,7 +376,7 @@ class Supervisor:
         del self.parts[part.round]
         for member in view.members:
             if part.to_all or member.rank == 0:
-                self.switchboard.send(member.worker, Reply(round=part.round, parts=payloads))
+                self.channel.send(member.worker, Reply(round=part.round, parts=payloads))
 
     def _written(self, message: Written) -> None:
         """A step that somebody did not live to write is never whole; the next one will be."""
@@ -382,20 +387,20 @@ class Supervisor:
             del self.saving[key]
             files = [f for w in written.values() for f in w.files]
             blocked_s = max(w.blocked_s for w in written.values())
-            self.audience.written(message.step, message.attempt, files, blocked_s)
+            self.books.written(message.step, message.attempt, files, blocked_s)
             self.now.saved = self.now.restore = max(self.now.saved, message.step)
 
     def _report(self) -> None:
-        if (text := self.switchboard.strangers.words()) is not None:
-            self.audience.event(events.Warned(text=text))
+        if (text := self.channel.strangers.words()) is not None:
+            self.books.event(events.Warned(text=text))
         view = self.now.view
         if view is None:
             return
         dealt = deal(self.now.micro_batches, tuple(view.speeds))
-        self.network.look()
+        self.links.look()
         resting = self.now.paused and not self.now.running
         doing = "paused" if resting else "running"
-        self.audience.status(
+        self.books.status(
             [
                 WorkerStatus(
                     m.rank,
@@ -409,7 +414,7 @@ class Supervisor:
                 for m, worker in zip(view.members, self.now.members(), strict=True)
                 if worker.phase != "gone"
             ],
-            self.network.present(),
+            self.links.present(),
             doing,
         )
 

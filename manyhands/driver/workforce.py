@@ -2,33 +2,16 @@
 """How many workers a run may have: room for them, and a wished speed that chooses among them."""
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from manyhands.accounting.micro_batches import steps_per_epoch
-from manyhands.driver.bookkeeping import Bookkeeping, ResolvedRun
+from manyhands.driver.resolved_run import ResolvedRun
 from manyhands.driver.supervise.speed_control import SpeedControl
 from manyhands.driver.supervise.worker_states import Situation
 from manyhands.launch.engines.launcher import Launcher
-from manyhands.planning.pace.deadline import FinishBy, read_aim
 from manyhands.planning.planner import Plan
-from manyhands.training.collective.shared_memory import MOST_RANKS
-from manyhands.values.errors import ConfigError
+from manyhands.training.state.memory import MOST_RANKS
+from manyhands.values.events import EventSink
 from manyhands.values.world import usable_cores
-
-
-def aim_at(
-    job: ResolvedRun, samples_per_second: float | None, finish_by: FinishBy | None, now: float
-) -> ResolvedRun:
-    """A job whose number of workers is chosen for a speed, if one is wished for."""
-    if samples_per_second is None and finish_by is None:
-        return job
-    if isinstance(job.workers, int):
-        raise ConfigError(
-            f"--workers {job.workers} leaves nothing to choose: with --samples-per-second or "
-            f"--finish-by, write a range (--workers 1:{job.workers}) or leave it out."
-        )
-    aim = read_aim(samples_per_second, finish_by, now)
-    return replace(job, aim=aim, workers=job.workers or (1, MOST_RANKS))
 
 
 def reserve(job: ResolvedRun, launcher: Launcher, made: Plan) -> None:
@@ -37,23 +20,23 @@ def reserve(job: ResolvedRun, launcher: Launcher, made: Plan) -> None:
     least, most = job.workers if isinstance(job.workers, tuple) else (planned, planned)
     if job.aim is not None:  # more are asked for when they are needed
         most = least
-    launcher.reserve(least, min(most, made.micro_batches.value), job.config.train.threads)
+    launcher.hosts.reserve(least, min(most, made.micro_batches.value), job.config.train.threads)
 
 
 def most_workers(job: ResolvedRun, launcher: Launcher, made: Plan) -> int:
     alone = job.config.train.sync == "alone"
-    return 1 if alone else min(made.micro_batches.value, launcher.most_workers or MOST_RANKS)
+    return 1 if alone else min(made.micro_batches.value, launcher.traits.most_workers or MOST_RANKS)
 
 
 def room_for(job: ResolvedRun, launcher: Launcher, made: Plan) -> Callable[[], int] | None:
     """How many workers there is room for, if that may change while training."""
-    wish = (1, MOST_RANKS) if job.workers is None and launcher.grows else job.workers
+    wish = (1, MOST_RANKS) if job.workers is None and launcher.hosts.grows else job.workers
     if not isinstance(wish, tuple) or made.workers.value < wish[0]:
         return None
     least, most = wish[0], min(wish[1], most_workers(job, launcher, made))
 
     def room() -> int:
-        slots = launcher.capacity()
+        slots = launcher.hosts.look().capacity
         if slots is None:
             slots = usable_cores() // job.config.train.threads
         return max(least, min(slots, most, made.micro_batches.value))
@@ -61,8 +44,8 @@ def room_for(job: ResolvedRun, launcher: Launcher, made: Plan) -> Callable[[], i
     return room
 
 
-def tempo_of(
-    job: ResolvedRun, launcher: Launcher, made: Plan, situation: Situation, desk: Bookkeeping
+def speed_control(
+    job: ResolvedRun, launcher: Launcher, made: Plan, situation: Situation, tell: EventSink
 ) -> SpeedControl | None:
     """Whoever chooses workers for the wished speed."""
     if job.aim is None:
@@ -76,7 +59,13 @@ def tempo_of(
         batch = job.config.train.batch
         return records_in(total, made.records, batch) - records_in(step, made.records, batch)
 
-    return SpeedControl(job.aim, situation, desk, left=left, most=most, want=launcher.want)
+    want = wanting(launcher)
+    return SpeedControl(job.aim, situation, tell, left=left, most=most, want=want)
+
+
+def wanting(launcher: Launcher) -> Callable[[int], None]:
+    """Tells whoever can bring room how many workers are wished for from now on."""
+    return lambda workers: launcher.hosts.reserve(0, workers)
 
 
 def records_in(steps: int, records: int, batch: int) -> int:

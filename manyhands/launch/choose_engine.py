@@ -3,32 +3,34 @@
 
 from collections.abc import Callable
 
-from manyhands.launch.engines.launcher import WORKER, Inline, Launcher, Local, create_segments
-from manyhands.launch.hosts.requested_hosts import Wish, open_cluster
+from manyhands.launch.engines.inline import Inline
+from manyhands.launch.engines.launcher import WORKER, Launcher
+from manyhands.launch.engines.local import Local
+from manyhands.launch.engines.segments import create_segments
+from manyhands.launch.hosts.requested_hosts import open_hosts
 from manyhands.launch.ray.ray_hosts import open_on_ray
 from manyhands.launch.ray.ray_session import is_ray
 from manyhands.launch.shipping.ship_files import refuse_missing
 from manyhands.values.errors import RequestError
+from manyhands.values.run_request import Where
 
 ENGINES: dict[str, Callable[[str, tuple[int, int]], Launcher]] = {"local": Local, "inline": Inline}
 
 
-def open_engine(engine: str, wish: Wish | None = None) -> Launcher:
+def open_engine(where: Where) -> Launcher:
     """A launcher of manyhands' own workers."""
-    wish = wish or Wish()
-    refuse_missing(wish.ship)
+    engine = where.engine
+    refuse_missing(where.shipped)
     if is_ray(engine):
-        return open_on_ray(engine, wish)
+        return open_on_ray(where)
     if engine not in ENGINES:
         raise RequestError(f"there is no engine '{engine}'; use {', '.join(ENGINES)} or ray.")
-    if wish.spread or wish.worker_resources or wish.ray_token_file:
+    if where.spread or where.worker_resources or where.ray_token_file:
         raise RequestError(
             "--spread, --worker-resources and --ray-token-file are for Ray: --engine ray"
         )
-    if wish.any:
+    if where.asks_for_hosts:
         if engine != "local":
             raise RequestError(f"--hosts and --listen are for local processes, not for {engine}.")
-        cluster = open_cluster(wish)
-        cluster.ship = wish.ship
-        return cluster
+        return open_hosts(where)
     return ENGINES[engine](WORKER, create_segments())

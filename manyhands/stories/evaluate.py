@@ -12,44 +12,41 @@ from manyhands.driver.task_files import reload
 from manyhands.evaluation import scores
 from manyhands.values.config import read_toml
 from manyhands.values.errors import RequestError, RunDirError
+from manyhands.values.options import taking
+from manyhands.values.run_request import EvaluateRequest
 from manyhands.values.rundir import RunDir, open_run
-from manyhands.values.task import Task
 from manyhands.values.world import World
 from manyhands.worker.scoring import evaluation_of, measured
 
 
-def evaluate(
-    run: str | Path,
-    task: Task | None = None,
-    *,
-    step: int | None = None,
-    engine: str = "local",
-    worker_resources: str | None = None,
-    ray_token_file: str | Path | None = None,
-) -> dict[str, float]:
+@taking(EvaluateRequest)
+def evaluate(request: EvaluateRequest) -> dict[str, float]:
     """Scores of a saved step (the newest good one) on the held-out records, as the run does.
 
     They are computed here, or by tasks of Ray ("ray", "ray://HOST:PORT"): the same numbers.
     """
-    folder = open_run(Path(run))
-    chosen = _committed(folder, step)
+    return evaluate_request(request)
+
+
+def evaluate_request(request: EvaluateRequest) -> dict[str, float]:
+    folder = open_run(Path(request.run))
+    chosen = _committed(folder, request.step)
     config, _ = read_toml(folder.config)
-    loaded, notes = reload(folder, task)
+    loaded, notes = reload(folder, request.task)
     for note in notes:
-        warnings.warn(note, stacklevel=2)
+        warnings.warn(note, stacklevel=4)
     _, held_out = open_data(loaded.task.data, loaded.task.held_out, config.data)
     if held_out is None:
         raise RunDirError(f"the task of {folder.root} has no held-out records to evaluate on.")
     where = folder.step(chosen)
-    if engine == "local":
-        if worker_resources or ray_token_file:
+    if request.engine == "local":
+        if request.worker_resources or request.ray_token_file:
             raise RequestError("--worker-resources and --ray-token-file are for Ray: --engine ray")
         results = measured(loaded.task, config, where, World(0, 1))
     else:
         from manyhands.stories.evaluate_on_ray import measured_on_ray
 
-        token = Path(ray_token_file) if ray_token_file else None
-        results = measured_on_ray(loaded, config, where, engine, worker_resources, token)
+        results = measured_on_ray(loaded, config, where, request.engine, request)
     return scores.combine(evaluation_of(loaded.task, config), results)
 
 

@@ -16,6 +16,7 @@ from manyhands.evaluation import scores
 from manyhands.launch.ray.ray_executor import open_executor
 from manyhands.launch.shipping import ship_task
 from manyhands.values.config import RunConfig
+from manyhands.values.run_request import RayAccess
 from manyhands.values.task import Loaded
 from manyhands.values.world import World
 from manyhands.worker.scoring import measured
@@ -37,12 +38,10 @@ def measured_on_ray(
     config: RunConfig,
     folder: Path,
     engine: str,
-    resources: str | None,
-    token: Path | None,
+    access: RayAccess,
 ) -> list[scores.BatchResult]:
-    if resources is None:
-        resources = f"CPU={config.train.threads}"
-    with open_executor(engine, resources, token) as ray:
+    resources = access.worker_resources or f"CPU={config.train.threads}"
+    with open_executor(engine, resources, access.ray_token) as ray:
         everything = ray.put(msgspec.msgpack.encode(_packed(loaded, config, folder)))
         parts = [ray.submit(_part, everything, rank, ray.workers) for rank in range(ray.workers)]
         return scores.decode([part.result() for part in parts])

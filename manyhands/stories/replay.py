@@ -8,7 +8,7 @@ and the weights that were saved, to the last bit.
 """
 
 import shutil
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -17,15 +17,15 @@ from manyhands.accounting.proof import check
 from manyhands.checkpoint.commit import FolderStorage
 from manyhands.checkpoint.contents import MODEL
 from manyhands.checkpoint.tensors import fingerprint
-from manyhands.driver.bookkeeping import ResolvedRun
+from manyhands.driver.drive import drive
+from manyhands.driver.resolved_run import ResolvedRun
 from manyhands.driver.task_files import reload
-from manyhands.launch.choose_engine import open_engine
 from manyhands.launch.engines.launcher import Launcher
-from manyhands.stories.train import drive
+from manyhands.stories.train import launched
 from manyhands.values import events
 from manyhands.values.config import CheckpointConfig, RunConfig, read_toml
 from manyhands.values.errors import CheckpointDamaged, RequestError
-from manyhands.values.faults import FaultPlan
+from manyhands.values.run_request import Where
 from manyhands.values.rundir import RunDir, open_run
 from manyhands.values.scratch import Scratch, sweep
 from manyhands.values.task import Task
@@ -80,29 +80,34 @@ def replay(
     config, _ = read_toml(folder.config)
     loaded, notes = reload(folder, task)
     first = _nearest(folder, step)
-    hands = launcher or open_engine("local" if debug is None else "inline")
+    engine = Where(engine="local" if debug is None else "inline")
     losses: dict[int, float] = {}
     sweep()
     scratch = Scratch("replay")
-    try:
+    with launched(engine, launcher) as hands, closing(scratch):
         again = _copy(folder, scratch.path / "run", first)
         job = ResolvedRun(
-            again,
-            loaded,
-            _config(config, last, audit=audit),
-            workers,
-            lambda event: losses.__setitem__(event.step, event.loss),
-            quiet,
-            FaultPlan(),
+            run=again,
+            loaded=loaded,
+            config=_config(config, last, audit=audit),
+            workers=workers,
+            on_step=lambda event: losses.__setitem__(event.step, event.loss),
+            quiet=quiet,
             changes=ledger.changes_by_step(ledger.read(folder.ledger)),
             debug=None if debug is None else (step, debug),
             notes=notes,
         )
         report = drive(job, hands, resume=first or None)
         return _compare(folder, again, Replayed(first, last, report.fingerprint, losses))
-    finally:
-        hands.stop() if launcher else hands.close()
-        scratch.close()
+
+
+def replay_last_steps(run: Path, *, workers: int) -> Replayed:
+    """From the last checkpoint but one, with workers that check each other."""
+    saved = FolderStorage(open_run(run)).steps()
+    if not saved:
+        raise RequestError(f"{run} holds no checkpoint to compare with.")
+    first = saved[-2] if len(saved) > 1 else 0
+    return replay(run, step=first, to=saved[-1], workers=workers, audit=True)
 
 
 def _steps_done(run: RunDir) -> int:

@@ -19,15 +19,9 @@ import torch
 
 from manyhands.checkpoint.commit import StepManifest, Storage
 from manyhands.launch.engines.agent import WorkerExit, WorkerStarted
-from manyhands.launch.engines.launcher import Launcher
-from manyhands.training.collective.collective import (
-    FACTS,
-    NORMS,
-    OUTCOMES,
-    Bounds,
-    Bytes,
-    Collective,
-)
+from manyhands.launch.engines.launcher import Launcher, WorkerPlace
+from manyhands.training.collective.collective import FACTS, NORMS, OUTCOMES, Bytes, Collective
+from manyhands.training.state.layout import Bounds
 from manyhands.values.errors import CheckpointDamaged
 
 F32 = torch.float32
@@ -196,11 +190,11 @@ class LauncherContract:
         return found
 
     def test_exit_codes_are_reported(self, launcher: Launcher, tmp_path: Path) -> None:
-        launcher.start(0, b"exit 0", tmp_path / "log")
+        launcher.start(0, orders(b"exit 0"), tmp_path / "log")
         (exit,) = self.exits(launcher, 1)
         assert (exit.worker, exit.code) == (0, 0)
         launcher.stop()
-        launcher.start(1, b"exit 3", tmp_path / "log")
+        launcher.start(1, orders(b"exit 3"), tmp_path / "log")
         (exit,) = self.exits(launcher, 1)
         assert (exit.worker, exit.code) == (1, 3)
         launcher.stop()
@@ -208,10 +202,10 @@ class LauncherContract:
     def test_one_can_be_killed_however_stuck_it_is(
         self, launcher: Launcher, tmp_path: Path
     ) -> None:
-        if not launcher.replaceable:
+        if not launcher.traits.replaceable:
             pytest.skip("its workers cannot be killed, and it says so")
-        launcher.start(0, b"stop 0", tmp_path / "log")
-        launcher.start(1, b"sleep 0", tmp_path / "log")
+        launcher.start(0, orders(b"stop 0"), tmp_path / "log")
+        launcher.start(1, orders(b"sleep 0"), tmp_path / "log")
         stuck, other = self.pids(launcher, 2)
         wait_for_state(stuck, "T")
         launcher.kill(0)
@@ -224,11 +218,16 @@ class LauncherContract:
         assert not os.path.exists(f"/proc/{other}")
 
     def test_the_memory_is_blank_for_the_next_run(self, launcher: Launcher, tmp_path: Path) -> None:
-        launcher.start(0, f"write {launcher.fds[1]}".encode(), tmp_path / "log")
+        launcher.start(0, orders(f"write {launcher.fds[1]}".encode()), tmp_path / "log")
         self.exits(launcher, 1)
         assert os.pread(launcher.fds[1], 5, 0) == b"hello"
         launcher.stop()
         assert os.pread(launcher.fds[1], 5, 0) == bytes(5)
+
+
+def orders(text: bytes) -> Callable[[WorkerPlace], bytes]:
+    """For a `contract_worker`, wherever it is going to be."""
+    return lambda place: text
 
 
 def wait_for_state(pid: int, state: str) -> None:

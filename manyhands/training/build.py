@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from manyhands.training.collective import mpi
-from manyhands.training.collective.collective import Collective, Lanes, Patience, Sizes
+from manyhands.training.collective.collective import Collective, Patience, Sizes
 from manyhands.training.collective.handshake import PeerListener
 from manyhands.training.collective.mpi import Mpi
 from manyhands.training.collective.shared_memory import SharedMemory, SharedRoom
@@ -17,6 +17,7 @@ from manyhands.training.collective.sockets import Sockets
 from manyhands.training.collective.torch_group import DeviceSlots, TorchGroup
 from manyhands.training.collective.two_level import TwoLevel
 from manyhands.training.compute.seeds import seed_everything
+from manyhands.training.state.layout import Lanes
 from manyhands.training.state.memory import Memory
 from manyhands.training.state.replica import Replica, build_model
 from manyhands.training.sync.allreduce.allreduce import AllReduce, MeetMembers

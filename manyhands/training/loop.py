@@ -10,8 +10,8 @@ from typing import Protocol
 
 from manyhands.accounting.micro_batches import Cut, MicroBatch
 from manyhands.training.compute.micro_batch_gradient import LossFn
-from manyhands.training.state.replica import Replica
-from manyhands.training.sync.sync import StepFacts, Sync
+from manyhands.training.state.replica import Replica, StepFacts
+from manyhands.training.sync.sync import Sync
 
 
 class MicroBatchFeed(Protocol):
@@ -38,7 +38,7 @@ def train(
     while replica.step < steps:
         cut = feed.cut(replica.step)
         micro_batches = feed.micro_batches(cut, sync.indices(cut))
-        facts = sync.backward(cut, micro_batches, loss)
+        facts = replica.facts = sync.backward(cut, micro_batches, loss)
         sync.step()
         replica.advance()
         if any([hook(replica, facts) for hook in hooks]):  # a list: every hook is called

@@ -8,7 +8,7 @@ skipped when reading. `time` is seconds since 1970.
 import math
 import struct
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
@@ -186,6 +186,9 @@ AnyEvent = (
     | Failed
     | Stopped
 )
+
+EventSink = Callable[[AnyEvent], None]
+"""Whoever is told of events."""
 
 
 class EventLog:

@@ -164,6 +164,10 @@ class Written(Message, frozen=True):
     blocked_s: float
 
 
+FILE_PIECE_BYTES = 1 << 20
+"""Files are carried in pieces of at most this size."""
+
+
 class StoreFile(Message, frozen=True):
     """A piece of a file of a step, from a host that does not see the run's folder."""
 

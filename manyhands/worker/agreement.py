@@ -8,9 +8,11 @@ import msgspec
 
 from manyhands.accounting.micro_batches import Cut
 from manyhands.data.reading.records import Records, sampled_digest
-from manyhands.training.compute import micro_batch_gradient, nondeterminism
+from manyhands.training.compute import nondeterminism
+from manyhands.training.compute.micro_batch_gradient import LossFn, compute, digest
 from manyhands.training.state.optimizer_kinds import how_to_cut
 from manyhands.training.state.replica import Replica
+from manyhands.training.sync.sync import Moment
 from manyhands.values.config import TrainConfig
 from manyhands.values.errors import TaskError
 from manyhands.worker.watched_feed import WatchedFeed
@@ -66,10 +68,12 @@ class Recheck:
         self,
         replica: Replica,
         feed: WatchedFeed,
-        loss: micro_batch_gradient.LossFn,
+        loss: LossFn,
         train: TrainConfig,
+        moment: Moment,
     ) -> None:
         self.replica, self.feed, self.loss, self.train = replica, feed, loss, train
+        self.moment = moment
 
     def index(self, cut: Cut) -> int | None:
         every = self.train.audit_every
@@ -77,11 +81,20 @@ class Recheck:
             return None
         return (cut.step + 1) // every % len(cut.sizes)
 
-    def again(self, cut: Cut, index: int) -> micro_batch_gradient.Leaf:
-        return micro_batch_gradient.compute(
-            self.replica.model,
+    def digest(self, cut: Cut, index: int) -> int:
+        replica = self.replica
+        trainable = [replica.parameters[place.name] for place in replica.layout.trainable]
+        replica.buffers.begin(alone=len(cut.sizes) == 1)
+        leaf = compute(
+            replica.model,
             self.feed.unwatched(cut, index),
             self.loss,
             seed=self.train.seed,
             precision=self.train.precision,
         )
+        self.moment("leaf")
+        found = digest(trainable, leaf)
+        for parameter in trainable:
+            parameter.grad = None
+        replica.buffers.show()  # what it did to them was not for the step
+        return found

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files of the run for a worker whose host does not see the run's folder: carried by the driver.
 
-Everything goes over the authenticated channel, a piece at a time. What is saved is written by the
-driver where the worker itself would have written it; what is read is copied into the host's own
-scratch folder first.
+Everything goes over the authenticated channel, a piece at a time, and is served by the driver's
+`FileServer`. What is read is copied into the host's own scratch folder first.
 """
 
 import hashlib
@@ -14,11 +13,9 @@ from pathlib import Path
 
 from manyhands.checkpoint.commit import Buffer, FileRecord, FolderStorage, StepManifest
 from manyhands.launch.wire.channel import WorkerChannel
-from manyhands.values.errors import ManyhandsError, RequestError
-from manyhands.values.messages import Answer, ReadFile, StoreFile
+from manyhands.values.messages import FILE_PIECE_BYTES, Answer, ReadFile, StoreFile
 from manyhands.values.rundir import RunDir
 
-PIECE_BYTES = 1 << 20
 WINDOW = 8
 """Pieces that are on their way at a time."""
 
@@ -54,9 +51,9 @@ class CarriedStorage:
             view = memoryview(chunk).cast("B")
             digest.update(view)
             while view:
-                send(bytes(view[:PIECE_BYTES]), last=False)
-                offset += min(len(view), PIECE_BYTES)
-                view = view[PIECE_BYTES:]
+                send(bytes(view[:FILE_PIECE_BYTES]), last=False)
+                offset += min(len(view), FILE_PIECE_BYTES)
+                view = view[FILE_PIECE_BYTES:]
         send(b"", last=True)
         _check(self.line.answer(waiting.popleft()))
         return FileRecord(offset, digest.hexdigest())
@@ -89,7 +86,7 @@ def fetch(line: WorkerChannel, path: str, to: Path) -> None:
                     number=line.new_number(),
                     path=path,
                     offset=out.tell(),
-                    size=PIECE_BYTES,
+                    size=FILE_PIECE_BYTES,
                 )
             )
             data = _check(line.answer(number))
@@ -103,35 +100,3 @@ def _check(answer: Answer) -> bytes:
     if answer.error:
         raise OSError(f"on the driver's host: {answer.error}")
     return answer.data
-
-
-class FileServer:
-    """The driver's end: what a worker may ask for, and nothing else."""
-
-    def __init__(self, run: RunDir, start_from: str | None) -> None:
-        self.run, self.storage, self.start_from = run, FolderStorage(run), start_from
-
-    def serve(self, message: StoreFile | ReadFile) -> Answer:
-        try:
-            if isinstance(message, ReadFile):
-                return Answer(number=message.number, data=self._read(message))
-            self.storage.write_at(
-                message.step, message.attempt, message.name, message.offset, message.data
-            )
-            if message.last:
-                self.storage.settle(message.step, message.attempt, message.name)
-            return Answer(number=message.number)
-        except (OSError, ManyhandsError) as error:
-            return Answer(number=message.number, error=str(error))
-
-    def _read(self, message: ReadFile) -> bytes:
-        if self.start_from is not None and message.path == self.start_from:
-            path = Path(self.start_from)
-        else:
-            root = self.run.checkpoints.resolve()
-            path = (self.run.root / message.path).resolve()
-            if not path.is_relative_to(root):
-                raise RequestError(f"{message.path} is not a checkpoint of this run")
-        with path.open("rb") as file:
-            file.seek(message.offset)
-            return file.read(min(message.size, PIECE_BYTES))

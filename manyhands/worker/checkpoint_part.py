@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A worker's part of a checkpoint: what it writes, and how everything comes back."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from manyhands.checkpoint.tensors import decode
 from manyhands.launch.wire.channel import WorkerChannel
 from manyhands.training.state.param_groups import groups_to_json, restore, schedule_to_json
 from manyhands.training.state.replica import Replica
-from manyhands.training.state.sharded_optimizer import OptimizerEntry, ShardedOptimizer
+from manyhands.training.state.sharded_optimizer import OptimizerEntry
 from manyhands.values.errors import CheckpointDamaged, CheckpointMismatch, ConfigError
 from manyhands.values.messages import SavedFile, Written
 from manyhands.values.rundir import RunDir
@@ -44,10 +44,9 @@ def saver(
     return Saver(FolderStorage(run) if shares else CarriedStorage(line), written, progress)
 
 
-def optimizer_part(worker: int, optimizer: ShardedOptimizer) -> Content:
+def optimizer_part(worker: int, entries: Iterable[OptimizerEntry]) -> Content:
     """The state of what this worker updates."""
-    entries = ((e.key, e.name, e.offset, e.value) for e in optimizer.entries())
-    return contents.optimizer_content(worker, entries)
+    return contents.optimizer_content(worker, ((e.key, e.name, e.offset, e.value) for e in entries))
 
 
 def common_part(replica: Replica) -> list[Content]:

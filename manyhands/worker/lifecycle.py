@@ -37,9 +37,9 @@ from manyhands.training.compute import micro_batch_gradient, nondeterminism
 from manyhands.training.compute.seeds import seed_everything
 from manyhands.training.state.memory import Memory
 from manyhands.training.state.param_groups import groups_to_json, kinds_of
-from manyhands.training.state.replica import Replica
+from manyhands.training.state.replica import Replica, StepFacts
 from manyhands.training.state.sharded_optimizer import without_dynamo
-from manyhands.training.sync.sync import Place, StepFacts
+from manyhands.training.sync.sync import Place
 from manyhands.values import errors
 from manyhands.values.config import live_settings
 from manyhands.values.faults import Fault
@@ -127,7 +127,7 @@ class TrainingWorker:
                     worker=self.orders.worker,
                     step=self.replica.step,
                     broken=broken,
-                    held=self.sync.holds,
+                    held=self.sync.held().goes_on,
                     differs=differs,
                     lost=list(lost),
                 )
@@ -165,6 +165,7 @@ class TrainingWorker:
         )
         drag = partial(self.orders.faults.drag, self.orders.order)
         self.feed = WatchedFeed(feed, self.line, self.device, self.moment, drag)
+        self.auditor = agreement.Recheck(self.replica, self.feed, self.loss, train, self.moment)
         self.sync = build.strategy(
             train,
             self.replica,
@@ -184,7 +185,7 @@ class TrainingWorker:
             ),
             heard=self.line.heard,
             moment=self.moment,
-            auditor=agreement.Recheck(self.replica, self.feed, self.loss, train),
+            auditor=self.auditor,
         )
 
     def _debugged(self, model: torch.nn.Module, batch: Any) -> Any:
@@ -231,7 +232,9 @@ class TrainingWorker:
         self._look_after_data(view)
         self.moment("regroup")
         speeds, doors = tuple(view.speeds), tuple(view.doors)
-        place = Place(self.world, view.generation, speeds, doors, view.measure)
+        place = Place(
+            self.world, view.generation, speeds, doors, view.measure, changes=view.changes
+        )
         if view.fresh:
             place = self._restored(place, view.restore)
         if self.orders.collective in PRIVATE:
@@ -242,10 +245,7 @@ class TrainingWorker:
             self.strangers.tell()
         self.pulse.step = self.replica.step
         self.scored_at, self.saved_at = view.scored, view.saved
-        self.replica.change(view.changes)
         self.configure()
-        if view.changes:
-            self.sync.note()
         if self.world.leads:
             groups = groups_to_json(self.replica.optimizer)
             kinds = kinds_of(self.replica.schedule)
@@ -314,7 +314,7 @@ class TrainingWorker:
         """Compute a micro-batch of the next step twice, for the supervisor to compare."""
         cut = self.feed.cut(self.replica.step)
         index %= len(cut.sizes)
-        digests = [self.sync.testify(cut, index) for _ in range(2)]
+        digests = [self.auditor.digest(cut, index) for _ in range(2)]
         self.line.send(
             Testimony(worker=self.orders.worker, step=cut.step, micro_batch=index, digests=digests)
         )
@@ -325,7 +325,7 @@ class TrainingWorker:
         due = [s for at, s in sorted(self.view.journal.items()) if at <= self.replica.step]
         settings = [live_settings(s) for s in (*due, self.view.changes)]
         self.config = self.orders.config.with_settings([s for some in settings for s in some])
-        self.sync.clip_norm = self.config.train.clip_norm
+        self.replica.clip_norm = self.config.train.clip_norm
         if self.orders.log_every != 1:  # somebody watches every step
             self.pulse.log_every = self.config.log.every_steps
 
@@ -357,7 +357,7 @@ class TrainingWorker:
 
         True: it was the last one.
         """
-        replica, facts = self.replica, self.sync.facts
+        replica, facts = self.replica, self.replica.facts
         if facts is not None and facts.step == replica.step - 1 and self.logged < replica.step:
             self._log(replica, facts)
         if self.view.stop and replica.step < self.orders.steps:
@@ -425,7 +425,8 @@ class TrainingWorker:
         self.moment("save")
         contents: list[Content] = []
         if self.world.host == 0:
-            contents.append(checkpoint_part.optimizer_part(self.orders.worker, self.sync.optimizer))
+            held = self.sync.held()
+            contents.append(checkpoint_part.optimizer_part(self.orders.worker, held.entries))
         if self.world.leads:
             contents += checkpoint_part.common_part(replica)
         self.saver.save(replica.step, self.view.generation, contents)

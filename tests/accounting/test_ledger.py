@@ -21,7 +21,7 @@ from manyhands.accounting.ledger import (
 )
 from manyhands.accounting.micro_batches import cut, deal
 from manyhands.accounting.proof import Share, check
-from manyhands.cli.ledgers import print_proof
+from manyhands.cli.ledger_page import print_proof
 from manyhands.values.errors import RunDirError
 from manyhands.values.rundir import RunDir
 

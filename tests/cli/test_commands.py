@@ -285,7 +285,7 @@ def test_on_step_sees_every_step(task: Path, tmp_path: Path, launcher: Launcher)
 
 def test_the_commands_are_these() -> None:
     """Adding a command or an option is a decision: change this list with it."""
-    from manyhands.cli.commands import app
+    from manyhands.cli.app import app
 
     found = {c.name or c.callback.__name__ for c in app.registered_commands if c.callback}
     assert found == {

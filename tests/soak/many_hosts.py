@@ -22,6 +22,7 @@ from manyhands.launch.choose_engine import open_engine
 from manyhands.launch.engines.launcher import Launcher
 from manyhands.stories.train import train
 from manyhands.testing.namespaces import Host, Network, why_not
+from manyhands.values.run_request import Where
 from tests.soak.one_host import Round, choose
 from tests.support.cluster import Running, Warm, workers_of
 
@@ -173,7 +174,7 @@ def soak(seconds: float, first_seed: int, *, rounds: int | None = None) -> int:
     """Round after round; returns how many failed."""
     failed = count = 0
     folder = Path(tempfile.mkdtemp(prefix="manyhands-soak-"))
-    local, deadline = open_engine("local"), time.monotonic() + seconds
+    local, deadline = open_engine(Where()), time.monotonic() + seconds
     with Network(hosts=HOSTS) as net:
         warm = Warm(net, folder)
         try:

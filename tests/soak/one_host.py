@@ -34,6 +34,7 @@ from manyhands.launch.engines.launcher import Launcher
 from manyhands.monitor.run_status import status
 from manyhands.stories.train import train
 from manyhands.values.errors import RequestError
+from manyhands.values.run_request import Where
 from manyhands.values.rundir import RunDir
 from manyhands.values.task import Task
 
@@ -266,7 +267,7 @@ def run_round(chosen: Round, launcher: Launcher, folder: Path) -> Done:
 
 def soak(seconds: float, first_seed: int, *, rounds: int | None = None) -> int:
     """Round after round; returns how many failed."""
-    launcher, failed, count = open_engine("local"), 0, 0
+    launcher, failed, count = open_engine(Where()), 0, 0
     deadline = time.monotonic() + seconds
     try:
         while time.monotonic() < deadline and (rounds is None or count < rounds):

@@ -14,7 +14,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from manyhands.driver.supervise.audience import Link
 from manyhands.launch.hosts.probe_process import Probe
 from manyhands.stories.doctor.checks import (
     Check,
@@ -28,6 +27,7 @@ from manyhands.stories.doctor.checks import (
 from manyhands.stories.doctor.questions import Asked, HostFacts, Look, decode_answered, encode
 from manyhands.testing.namespaces import Host, Network
 from manyhands.values.credentials import new_secret, write_token
+from manyhands.values.status import Link
 from manyhands.values.version import VERSION
 from manyhands.values.world import torch_version
 from tests.support.cluster import MANYHANDS

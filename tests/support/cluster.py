@@ -23,8 +23,9 @@ import manyhands as mh
 from manyhands.accounting.ledger import read
 from manyhands.accounting.proof import check
 from manyhands.driver.live.command_socket import StopRun, ask
-from manyhands.launch.engines.launcher import WORKER, create_segments
-from manyhands.launch.hosts import many_hosts
+from manyhands.launch.engines.launcher import WORKER
+from manyhands.launch.engines.segments import create_segments
+from manyhands.launch.hosts import joined_hosts, many_hosts
 from manyhands.testing.namespaces import Host, Network
 from manyhands.values.credentials import new_secret, write_token
 from manyhands.values.errors import Interrupted, RequestError
@@ -202,7 +203,7 @@ class Warm(Porters):
         at = net.hosts[0]
         self.port = port
         with at.inside():
-            listening = many_hosts.Listening([at.address], port, self.secret, here)
+            listening = joined_hosts.Listening([at.address], port, self.secret, here)
             self.launcher = many_hosts.ManyHosts(WORKER, create_segments(), listening)
         self.slots: dict[Host, int] = {}
         self.runs = 0
@@ -226,7 +227,7 @@ class Warm(Porters):
             time.sleep(0.02)
 
     def here(self) -> list[tuple[str, int]]:
-        guests = [host.guest.here for host in self.launcher.hosts.values()]
+        guests = [host.guest.here for host in self.launcher.hosts.others.values()]
         return sorted((guest.name.rstrip("0123456789"), guest.slots) for guest in guests)
 
     def leave(self, host: Host) -> None:

@@ -18,9 +18,11 @@ import cloudpickle
 import torch
 
 from manyhands.launch.engines.agent import WorkerExit
-from manyhands.launch.engines.launcher import Local, create_segments
-from manyhands.training.collective.collective import Lanes
+from manyhands.launch.engines.local import Local
+from manyhands.launch.engines.segments import create_segments
+from manyhands.testing.contracts import orders
 from manyhands.training.collective.mpi import Mpi, finish, load_mpi
+from manyhands.training.state.layout import Lanes
 from manyhands.values.rundir import write_whole
 from manyhands.values.world import World
 
@@ -90,7 +92,7 @@ def fork_a_worker(folder: Path) -> None:
     call = folder / f"call-{os.getpid()}"
     call.write_bytes(cloudpickle.dumps(partial(work)))
     with closing(Local("manyhands.testing.contracts:contract_worker", create_segments())) as local:
-        local.start(0, f"call {call}".encode(), folder / f"log-{os.getpid()}")
+        local.start(0, orders(f"call {call}".encode()), folder / f"log-{os.getpid()}")
         exits: list[WorkerExit] = []
         while not exits:
             exits = [sign for sign in local.poll() if isinstance(sign, WorkerExit)]

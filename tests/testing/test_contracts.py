@@ -18,12 +18,16 @@ import torch
 
 from manyhands.checkpoint.commit import FolderStorage
 from manyhands.launch.engines.agent import WorkerExit
-from manyhands.launch.engines.launcher import Inline, Launcher, Local, create_segments
+from manyhands.launch.engines.inline import Inline
+from manyhands.launch.engines.launcher import Launcher
+from manyhands.launch.engines.local import Local
+from manyhands.launch.engines.segments import create_segments
 from manyhands.testing.contracts import (
     F32,
     CollectiveContract,
     LauncherContract,
     StorageContract,
+    orders,
 )
 from manyhands.training.collective.collective import FACTS, Collective, Sizes
 from manyhands.training.collective.shared_memory import SharedMemory, SharedRoom
@@ -175,7 +179,9 @@ class TestGroup(CollectiveContract):
             for rank in range(ranks):
                 call = tmp_path / f"call-{rank}"
                 call.write_bytes(cloudpickle.dumps(partial(work, rank)))
-                contract_local.start(rank, f"call {call}".encode(), tmp_path / f"log-{rank}")
+                contract_local.start(
+                    rank, orders(f"call {call}".encode()), tmp_path / f"log-{rank}"
+                )
             exits: dict[int, int] = {}
             while not all(r in exits or result.exists() for r, result in enumerate(results)):
                 exits |= {
@@ -226,13 +232,13 @@ class TestLocal(LauncherContract):
         return contract_local
 
     def test_a_signal_is_reported_as_such(self, launcher: Launcher, tmp_path: Path) -> None:
-        launcher.start(4, b"kill 9", tmp_path / "log")
+        launcher.start(4, orders(b"kill 9"), tmp_path / "log")
         (exit,) = self.exits(launcher, 1)
         assert exit.code == -signal.SIGKILL
 
     def test_stopping_ends_everyone(self, launcher: Launcher, tmp_path: Path) -> None:
         for worker in range(3):
-            launcher.start(worker, b"sleep 0", tmp_path / "log")
+            launcher.start(worker, orders(b"sleep 0"), tmp_path / "log")
         pids = self.pids(launcher, 3)
         launcher.stop()
         assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
@@ -240,7 +246,7 @@ class TestLocal(LauncherContract):
     def test_what_a_worker_started_is_killed_with_it(
         self, launcher: Launcher, tmp_path: Path
     ) -> None:
-        launcher.start(0, b"parent 60", tmp_path / "log")
+        launcher.start(0, orders(b"parent 60"), tmp_path / "log")
         self.pids(launcher, 1)
         while not (said := (tmp_path / "log").read_text()):
             time.sleep(0.005)
@@ -251,16 +257,16 @@ class TestLocal(LauncherContract):
     def test_an_agent_that_is_killed_takes_its_workers_along(self, tmp_path: Path) -> None:
         entry = "manyhands.testing.contracts:contract_worker"
         with closing(Local(entry, create_segments())) as local:
-            local.start(0, f"write {local.fds[1]}".encode(), tmp_path / "log")
+            local.start(0, orders(f"write {local.fds[1]}".encode()), tmp_path / "log")
             self.exits(local, 1)
-            local.start(1, b"sleep 0", tmp_path / "log")
+            local.start(1, orders(b"sleep 0"), tmp_path / "log")
             (pid,) = self.pids(local, 1)
             local.agent.kill()
             (exit,) = self.exits(local, 1)
             assert (exit.worker, exit.pid, exit.code) == (1, pid, -signal.SIGKILL)
             wait_for_end(pid)
             assert os.pread(local.fds[1], 5, 0) == b"hello", "the memory does not go with it"
-            local.start(2, b"exit 5", tmp_path / "log")
+            local.start(2, orders(b"exit 5"), tmp_path / "log")
             (exit,) = self.exits(local, 1)
             assert (exit.worker, exit.code) == (2, 5), "another agent has taken its place"
 

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from manyhands.checkpoint.commit import FileRecord, FolderStorage, StepManifest
+from manyhands.driver.file_server import FileServer
 from manyhands.values.messages import Answer, ReadFile, StoreFile
 from manyhands.values.rundir import RunDir
-from manyhands.worker.carried_files import PIECE_BYTES, CarriedStorage, FileServer, fetch_step
+from manyhands.worker.carried_files import PIECE_BYTES, CarriedStorage, fetch_step
 
 
 class Line:

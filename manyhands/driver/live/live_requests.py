@@ -13,7 +13,6 @@ from manyhands.driver.live.command_socket import (
     Scale,
     StopRun,
 )
-from manyhands.driver.supervise.audience import Audience
 from manyhands.driver.supervise.speed_control import SpeedControl
 from manyhands.driver.supervise.worker_states import Situation
 from manyhands.values import events
@@ -23,6 +22,8 @@ from manyhands.values.messages import Settings
 IsDone = Callable[[], str | None]
 """Is it done? If so, what to tell whoever asked for it."""
 
+Objection = Callable[[Settings], str | None]
+
 
 class LiveRequests:
     """Writes what they want into the situation; `membership.decide` does the rest."""
@@ -30,17 +31,20 @@ class LiveRequests:
     def __init__(
         self,
         situation: Situation,
-        audience: Audience,
+        tell: events.EventSink,
         control: CommandSocket,
         *,
+        objection: Objection,
         room: Callable[[], int] | None,
         want: Callable[[int], None],
-        tempo: SpeedControl | None = None,
+        speed: SpeedControl | None = None,
     ) -> None:
-        """`room()` says how many workers the machine has room for, if that may change. `want`
-        tells the launcher how many somebody wants; `tempo` chooses them for a wished speed."""
-        self.now, self.audience, self.control, self.room = situation, audience, control, room
-        self.want, self.tempo = want, tempo
+        """`objection` says why settings cannot be changed, if so. `room()` says how many workers
+        the machine has room for, if that may change. `want` tells the launcher how many somebody
+        wants; `speed` chooses them for a wished speed."""
+        self.now, self.tell, self.control, self.room = situation, tell, control, room
+        self.objection = objection
+        self.want, self.speed = want, speed
         self.stop_asked: Callable[[], bool] = lambda: False
         """Whether a signal asked the driver to stop."""
         self._waiting: list[tuple[Callable[[str], None], IsDone]] = []
@@ -50,11 +54,11 @@ class LiveRequests:
             if not self.now.begun:
                 raise KeyboardInterrupt  # nothing has been computed yet
             self.now.stop = True
-        if self.tempo is not None:
-            self.tempo.observe()
+        if self.speed is not None:
+            self.speed.observe()
         if self.room is not None and not self.now.stop:
             room = self.room()
-            self.now.wanted = room if self.tempo is None else self.tempo.choose(room)
+            self.now.wanted = room if self.speed is None else self.speed.choose(room)
         for ask, answer in self.control.receive():
             try:
                 self._waiting.append((answer, self._obey(ask)))
@@ -108,7 +112,7 @@ class LiveRequests:
         before, now.wanted, self.room, now.failed_starts = now.wanted, workers, None, 0
         now.least = min(now.least, workers)
         self.want(workers)
-        self.audience.event(events.Scaled(before=before, workers=workers, step=now.step))
+        self.tell(events.Scaled(before=before, workers=workers, step=now.step))
         return lambda: (
             f"{workers} worker{'s' * (workers != 1)} since step {now.first_step}"
             if now.running and len(now.members()) == workers
@@ -117,7 +121,7 @@ class LiveRequests:
 
     def _change(self, settings: Settings) -> IsDone:
         now = self.now
-        if (problem := self.audience.objection(settings)) is not None:
+        if (problem := self.objection(settings)) is not None:
             raise RequestError(problem)
         now.changes = {**now.changes, **settings}
         said = ", ".join(f"{k} = {v}" for k, v in settings.items())

@@ -7,7 +7,6 @@ third worker is asked, in another view. Nobody gets the same result twice: it is
 
 from dataclasses import dataclass, replace
 
-from manyhands.driver.supervise.audience import Audience
 from manyhands.driver.supervise.membership import MOST_FAILED_STARTS
 from manyhands.driver.supervise.worker_states import Situation
 from manyhands.values import events
@@ -60,8 +59,8 @@ def judge(testimonies: dict[int, tuple[int, ...]]) -> Judgement:
 class Audit:
     """The testimonies of a view, and what becomes of its members when all have spoken."""
 
-    def __init__(self, situation: Situation, audience: Audience) -> None:
-        self.now, self.audience = situation, audience
+    def __init__(self, situation: Situation, tell: events.EventSink) -> None:
+        self.now, self.tell = situation, tell
         self.testimonies: dict[int, Testimony] = {}
 
     def begin(self) -> None:
@@ -79,7 +78,7 @@ class Audit:
         self.testimonies.clear()
         what = f"micro-batch {message.micro_batch} of step {message.step}"
         now.audited = f"{what}: {found.text}"
-        self.audience.event(
+        self.tell(
             events.Audited(
                 step=message.step,
                 micro_batch=message.micro_batch,
@@ -97,7 +96,7 @@ class Audit:
         now.audit = message.micro_batch if found.more else None
         if found.guilty or found.more:
             guilty = "; ".join(f"worker {w}: {why}" for w, why in found.guilty.items())
-            self.audience.event(events.Warned(text=f"{now.audited}. {guilty}"))
+            self.tell(events.Warned(text=f"{now.audited}. {guilty}"))
         if found.more:
             now.halted, now.running = "a third opinion is needed", False
             return Break(generation=view.generation)

@@ -4,18 +4,18 @@
 from itertools import accumulate
 
 from manyhands.accounting.micro_batches import deal
-from manyhands.driver.supervise.audience import Audience, Link
 from manyhands.driver.supervise.membership import LEAST_MEASURED_S
 from manyhands.driver.supervise.worker_states import Situation, WorkerState
 from manyhands.values import events
 from manyhands.values.messages import Measured
+from manyhands.values.status import Link
 
 
 class HostLinks:
     """Keeps what was measured; `membership.not_measured` decides when it is to be."""
 
-    def __init__(self, situation: Situation, audience: Audience) -> None:
-        self.now, self.audience = situation, audience
+    def __init__(self, situation: Situation, tell: events.EventSink) -> None:
+        self.now, self.tell = situation, tell
         self.links: dict[frozenset[str], Link] = {}
         self.gradient_bytes = 0
         self.warned: set[frozenset[str]] = set()
@@ -33,7 +33,7 @@ class HostLinks:
             one, other = sorted((worker.host_name, homes[number].host_name))
             self.links[pair] = link = Link(one, other, round_trip_s, bytes_per_s)
             self.now.measured |= {pair}
-            self.audience.event(
+            self.tell(
                 events.Linked(
                     host=link.host,
                     other=link.other,
@@ -61,7 +61,7 @@ class HostLinks:
         pair = min(found, key=lambda p: found[p].bytes_per_s)
         if all(times) and (text := slow(found[pair], self.gradient_bytes, len(homes), max(times))):
             self.warned |= set(found)
-            self.audience.event(events.Warned(text=text))
+            self.tell(events.Warned(text=text))
 
     def _homes(self) -> list[WorkerState]:
         """Who speaks for each host of the current view."""

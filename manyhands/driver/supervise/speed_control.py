@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import mean
 
-from manyhands.driver.supervise.audience import Audience
 from manyhands.driver.supervise.worker_states import Situation
 from manyhands.planning.pace.deadline import Aim
 from manyhands.planning.pace.workers_for_speed import (
@@ -51,7 +50,7 @@ class SpeedControl:
         self,
         aim: Aim,
         situation: Situation,
-        audience: Audience,
+        tell: events.EventSink,
         *,
         left: Callable[[int], int],
         most: int,
@@ -59,7 +58,7 @@ class SpeedControl:
     ) -> None:
         """`left(step)` is how many records are to be trained on after so many steps; `want` tells
         whoever can bring room how many workers are wished for, be there room for them or not."""
-        self.aim, self.now, self.audience = aim, situation, audience
+        self.aim, self.now, self.tell = aim, situation, tell
         self.left, self.least, self.most, self.want = left, situation.wanted, most, want
         self.choice = WorkersChoice(situation.wanted, "the fewest, to begin with", None)
         self.measured: list[MeasuredSpeed] = []
@@ -104,7 +103,7 @@ class SpeedControl:
         if wanted != self.now.wanted:
             why = [self.choice.because] * (self.choice.value != before)
             why += [f"there is room for {room}"] * (room < self.choice.value or not why)
-            self.audience.event(
+            self.tell(
                 events.Scaled(
                     step=self.now.step,
                     before=self.now.wanted,
@@ -136,7 +135,7 @@ class SpeedControl:
     def _say_unmet(self, wanted: float, workers: int, *, in_vain: bool) -> None:
         hands = f"{workers} worker{'s' * (workers != 1)}"
         most = "more were hardly faster" if in_vain else "there is room for no more"
-        self.audience.event(
+        self.tell(
             events.Warned(
                 text=f"{self.speed:,.0f} samples/s with {hands}, and {most}, where "
                 f"{speed_text(wanted)} are wanted{self.aim.by(time.time())}: {self._forecast()}."

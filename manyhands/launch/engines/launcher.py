@@ -1,32 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ways to have live workers: processes of this host, or a thread of this process."""
+"""What it takes to have live workers: who starts them, and the hosts that they may be on.
 
-import importlib
-import os
-import queue
-import socket
-import subprocess
-import sys
-import threading
-import time
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass
+Two contracts. A `Launcher` starts processes, says how they ended and kills them. `Hosts` is where
+they may be: what there is, what is to be had, who is cut off. A launcher has its hosts; those of a
+launcher that knows this host alone are `ThisHost`, which has nothing to do.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from manyhands.launch.engines.agent import (
-    MAX_MESSAGE,
-    AgentUnable,
-    KillWorker,
-    StartWorker,
-    WorkerExit,
-    WorkerStarted,
-    decode_from_agent,
-    encode,
-)
-from manyhands.values.errors import RequestError
-from manyhands.values.world import Machine, agent_environment, machine
+from manyhands.launch.engines.agent import WorkerExit, WorkerStarted
+from manyhands.values.world import Machine, machine
+
+WORKER = "manyhands.worker.lifecycle:main"
+"""A worker's main, by name: a stage imports no worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,21 +34,6 @@ class LauncherWarning:
 
 
 LauncherEvent = WorkerStarted | WorkerExit | HostNews | LauncherWarning
-
-AGENT = "manyhands.launch.engines.agent"
-WORKER = "manyhands.worker.lifecycle:main"
-"""A worker's main, by name: this module knows no story."""
-
-RESERVED_BYTES = 1 << 46
-"""The (sparse) size of a shared segment; only pages that are written to take memory."""
-
-
-def create_segments() -> tuple[int, int]:
-    """Memory of the task and of the state: memfds, which vanish with their last holder."""
-    fds = os.memfd_create("manyhands-task"), os.memfd_create("manyhands-state")
-    for fd in fds:
-        os.ftruncate(fd, RESERVED_BYTES)
-    return fds
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,72 +55,104 @@ class WorkerPlace:
     name: str = ""
 
 
-class Launcher(Protocol):
-    """Starts workers and says how they ended. Only the supervisor calls it."""
+@dataclass(frozen=True, slots=True)
+class LauncherTraits:
+    """What never changes about a launcher."""
 
-    fds: tuple[int, int]
-    """Memory that every worker inherits: of the task, and of the shared state."""
-    most_workers: int | None
-    """How many it can start; None: no limit of its own."""
-    born: float
-    """When it was constructed: the first thing that a command does."""
-    used: bool
-    """Whether it has started a worker before."""
-    listens: str
+    listens: str = "127.0.0.1"
     """The address at which the supervisor is to be reached by workers."""
-    many: bool
+    many_hosts: bool = False
     """Whether workers may be on several hosts."""
-    replaceable: bool
+    replaceable: bool = True
     """Whether a worker can be killed, and another started in its place."""
+    most_workers: int | None = None
+    """How many it can start; None: no limit of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostsNow:
+    """How the hosts are at this moment."""
+
+    capacity: int | None = None
+    """For how many workers there is room; None: for as many as are wanted."""
+    silent_s: Mapping[str, float] = field(default_factory=dict[str, float])
+    """For how long hosts have not answered, by `WorkerPlace.at`."""
+
+
+class Hosts(Protocol):
+    """Where workers may be. The driver plans with it, the supervisor looks at it all the time."""
 
     @property
     def grows(self) -> bool:
         """Whether hosts may join on their own, at any time."""
         ...
 
-    def inventory(self) -> Machine: ...
-
-    def reserve(self, least: int, most: int, threads: int) -> None:
-        """So many workers are planned: have room for the least, or raise."""
+    def inventory(self) -> Machine:
+        """What there is and what could be had, as one machine."""
         ...
 
-    def capacity(self) -> int | None:
-        """For how many workers there is room at present; None: for as many as are wanted."""
+    def reserve(self, least: int, most: int, threads: int = 1) -> None:
+        """So many workers are wished for: have room for the least on return, or raise; for the
+        most when it can be had."""
         ...
 
-    def want(self, workers: int) -> None:
-        """So many are wished for from now on, be there room for them yet or not."""
+    def load(self, task_bytes: int, run: Path, lease_s: float) -> None:
+        """A run begins: so many bytes of the task memory are its task. A host that does not hear
+        of us for `lease_s` kills its workers."""
         ...
 
-    def load(self, end: int, run: Path, lease_s: float) -> None:
-        """A run begins: so many bytes of the task memory are its task. A host whose hands do not
-        hear of us for `lease_s` stops them."""
+    def look(self) -> HostsNow: ...
+
+    def drop(self, at: str, because: str) -> None:
+        """Give up a host and all workers on it; the launcher's `poll` tells of their end."""
         ...
 
-    def berth(self, worker: int) -> WorkerPlace:
-        """Choose where a worker is going to be started."""
-        ...
 
-    def start(self, worker: int, orders: bytes, log: Path) -> None:
-        """At its berth."""
+class ThisHost:
+    """No other host: as many workers as are wanted, and nobody to be cut off from."""
+
+    grows = False
+
+    def inventory(self) -> Machine:
+        return machine()
+
+    def reserve(self, least: int, most: int, threads: int = 1) -> None: ...
+
+    def load(self, task_bytes: int, run: Path, lease_s: float) -> None: ...
+
+    def look(self) -> HostsNow:
+        return HostsNow()
+
+    def drop(self, at: str, because: str) -> None: ...
+
+
+class Launcher(Protocol):
+    """Starts workers and says how they ended. Only the supervisor calls it while a run goes on.
+
+    `poll` never blocks; `fileno()` becomes readable before it has something to say. A worker that
+    was killed counts as dead when `poll` has told of its exit, not before.
+    """
+
+    @property
+    def traits(self) -> LauncherTraits: ...
+    @property
+    def hosts(self) -> Hosts: ...
+
+    fds: tuple[int, int]
+    """Memory that every worker of this host inherits: of the task, and of the shared state."""
+
+    def start(self, worker: int, orders: Callable[[WorkerPlace], bytes], log: Path) -> WorkerPlace:
+        """Choose a place, have the orders written for it, and start a worker there."""
         ...
 
     def poll(self) -> list[LauncherEvent]:
-        """What happened since the last call; never blocks. `fileno()` becomes readable before."""
+        """What happened since the last call."""
         ...
 
     def fileno(self) -> int: ...
 
     def kill(self, worker: int) -> None:
-        """End one worker, however stuck it is; `poll` tells when it has been seen dead."""
-        ...
-
-    def drop(self, at: str, because: str) -> None:
-        """Give up a host and all workers on it; `poll` tells of their end."""
-        ...
-
-    def silence(self, at: str) -> float:
-        """For how many seconds a host has not answered."""
+        """End one worker, however stuck it is."""
         ...
 
     def stop(self) -> None:
@@ -156,250 +162,3 @@ class Launcher(Protocol):
     def close(self) -> None:
         """Stop, and give everything back. The launcher cannot be used any more."""
         ...
-
-
-class Local:
-    """Processes of this host, forked by an agent that is this process's child.
-
-    Constructing it only starts the agent, which then imports torch while the caller does other
-    things; so construct it early.
-    """
-
-    most_workers: int | None = None
-    listens = "127.0.0.1"
-    many, grows, replaceable = False, False, True
-
-    def __init__(self, entry: str, fds: tuple[int, int]) -> None:
-        self.entry, self.fds = entry, fds
-        self.folder = ""
-        """The current directory of workers; "": this process's."""
-        self.channel, self.agent = self._start_agent()
-        self.alive: dict[int, int] = {}
-        self.used = False
-        self.born = time.time()
-
-    def _start_agent(self) -> tuple[socket.socket, "subprocess.Popen[bytes]"]:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            agent = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    AGENT,
-                    str(theirs.fileno()),
-                    self.entry,
-                ],
-                pass_fds=(theirs.fileno(), *self.fds),
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is for the driver, which then asks workers to stop
-                env=agent_environment(),
-            )
-        return ours, agent
-
-    def inventory(self) -> Machine:
-        return machine()
-
-    def reserve(self, least: int, most: int, threads: int) -> None:
-        """A host takes as many as are started."""
-
-    def capacity(self) -> int | None:
-        return None
-
-    def want(self, workers: int) -> None:
-        """Nobody brings another host."""
-
-    def load(self, end: int, run: Path, lease_s: float) -> None:
-        """Workers inherit what they need, and die with their agent."""
-
-    def berth(self, worker: int) -> WorkerPlace:
-        return WorkerPlace(at="", fds=self.fds)
-
-    def start(self, worker: int, orders: bytes, log: Path) -> None:
-        self.alive[worker], self.used = 0, True
-        with suppress(BrokenPipeError, ConnectionResetError):  # poll will tell
-            self.channel.send(encode(StartWorker(worker, orders, str(log.absolute()), self.folder)))
-
-    def poll(self) -> list[LauncherEvent]:
-        signs: list[LauncherEvent] = []
-        with suppress(BlockingIOError):
-            while True:
-                try:
-                    data = self.channel.recv(MAX_MESSAGE, socket.MSG_DONTWAIT)
-                except ConnectionResetError:  # it was killed before it had read everything
-                    data = b""
-                if not data:
-                    return signs + self._agent_gone()
-                sign = decode_from_agent(data)
-                if isinstance(sign, AgentUnable):
-                    raise RequestError(f"workers cannot be started: {sign.text}")
-                if isinstance(sign, WorkerStarted):
-                    self.alive[sign.worker] = sign.pid
-                else:
-                    self.alive.pop(sign.worker, None)
-                signs.append(sign)
-        return signs
-
-    def _agent_gone(self) -> list[LauncherEvent]:
-        """Its workers have died with it; the memory has not. Another agent takes its place."""
-        self.agent.wait()
-        gone: list[LauncherEvent] = [
-            WorkerExit(worker, pid, -9) for worker, pid in self.alive.items()
-        ]
-        for pid in self.alive.values():
-            _see_dead(pid)
-        self.alive.clear()
-        if self.used:
-            channel, self.agent = self._start_agent()
-            os.dup2(channel.fileno(), self.channel.fileno())  # whoever polls it knows the number
-            channel.close()
-        return gone
-
-    def fileno(self) -> int:
-        return self.channel.fileno()
-
-    def kill(self, worker: int) -> None:
-        with suppress(OSError):
-            self.channel.send(encode(KillWorker(worker)))
-
-    def drop(self, at: str, because: str) -> None:
-        """There is no other host to be cut off from."""
-
-    def silence(self, at: str) -> float:
-        return 0.0
-
-    def stop(self) -> None:
-        for worker in list(self.alive):
-            self.kill(worker)
-        deadline = time.monotonic() + 5
-        while self.alive and time.monotonic() < deadline and self.agent.poll() is None:
-            self.poll()
-            time.sleep(0.002)
-        blank(self.fds)
-
-    def close(self) -> None:
-        if self.channel.fileno() < 0:
-            return
-        self.stop()
-        self.channel.close()  # the agent goes when we hang up
-        if not self.used:  # it may still be busy importing torch
-            self.agent.kill()
-        try:
-            self.agent.wait(5)
-        except subprocess.TimeoutExpired:
-            self.agent.kill()
-            self.agent.wait()
-        for fd in self.fds:
-            os.close(fd)
-
-
-class Inline:
-    """One worker, in a thread of this process: for debuggers and for places without fork."""
-
-    most_workers: int | None = 1
-    listens = "127.0.0.1"
-    many = grows = replaceable = False
-
-    def __init__(self, entry: str, fds: tuple[int, int]) -> None:
-        module, _, function = entry.partition(":")
-        self.entry: Callable[[bytes], int] = getattr(importlib.import_module(module), function)
-        self.fds = fds
-        self.signs: queue.SimpleQueue[LauncherEvent] = queue.SimpleQueue()
-        self._event = os.eventfd(0, os.EFD_NONBLOCK)
-        self._thread: threading.Thread | None = None
-        self.born, self.used = time.time(), False
-
-    def inventory(self) -> Machine:
-        return machine()
-
-    def reserve(self, least: int, most: int, threads: int) -> None:
-        """A host takes as many as are started."""
-
-    def capacity(self) -> int | None:
-        return None
-
-    def want(self, workers: int) -> None:
-        """Nobody brings another host."""
-
-    def load(self, end: int, run: Path, lease_s: float) -> None:
-        """It is this process's own memory."""
-
-    def berth(self, worker: int) -> WorkerPlace:
-        return WorkerPlace(at="", fds=self.fds)
-
-    def start(self, worker: int, orders: bytes, log: Path) -> None:
-        assert self._thread is None, "the plan knows most_workers"
-        self.used = True
-        self._tell(WorkerStarted(worker, os.getpid()))
-        self._thread = threading.Thread(
-            target=self._work, args=(worker, orders), name="worker", daemon=True
-        )
-        self._thread.start()
-
-    def _work(self, worker: int, orders: bytes) -> None:
-        code = 1
-        try:
-            code = self.entry(orders)
-        finally:
-            self._tell(WorkerExit(worker, os.getpid(), code))
-
-    def _tell(self, sign: LauncherEvent) -> None:
-        self.signs.put(sign)
-        os.eventfd_write(self._event, 1)
-
-    def poll(self) -> list[LauncherEvent]:
-        with suppress(BlockingIOError):
-            os.eventfd_read(self._event)
-        signs: list[LauncherEvent] = []
-        with suppress(queue.Empty):
-            while True:
-                signs.append(self.signs.get_nowait())
-        return signs
-
-    def fileno(self) -> int:
-        return self._event
-
-    def kill(self, worker: int) -> None:
-        """A thread cannot be killed; nobody asks, because it is not replaceable."""
-
-    def drop(self, at: str, because: str) -> None:
-        """There is no other host to be cut off from."""
-
-    def silence(self, at: str) -> float:
-        return 0.0
-
-    def stop(self) -> None:
-        if self._thread is not None:
-            self._thread.join(5)
-            if self._thread.is_alive():  # it cannot be killed; its memory stays its own
-                return
-            self._thread = None
-        blank(self.fds)
-
-    def close(self) -> None:
-        if self._event < 0:
-            return
-        self.stop()
-        if self._thread is None:
-            for fd in (self._event, *self.fds):
-                os.close(fd)
-        self._event = -1
-
-
-def _see_dead(pid: int) -> None:
-    """Wait until a process that was killed runs no more (it need not have been reaped)."""
-    deadline = time.monotonic() + 5
-    while pid and time.monotonic() < deadline:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except (OSError, IndexError):
-            return
-        if state in "ZX":
-            return
-        time.sleep(0.002)
-
-
-def blank(fds: tuple[int, int]) -> None:
-    """Forget the contents; pages go back to the system."""
-    for fd in fds:
-        os.ftruncate(fd, 0)
-        os.ftruncate(fd, RESERVED_BYTES)

@@ -26,13 +26,9 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from manyhands.launch.engines.agent import KillWorker, StartWorker, WorkerExit
-from manyhands.launch.engines.launcher import (
-    WORKER,
-    HostNews,
-    LauncherWarning,
-    Local,
-    create_segments,
-)
+from manyhands.launch.engines.launcher import WORKER, HostNews, LauncherWarning
+from manyhands.launch.engines.local import Local
+from manyhands.launch.engines.segments import create_segments
 from manyhands.launch.hosts.join_protocol import (
     IDLE_S,
     PIECE_BYTES,
@@ -288,7 +284,7 @@ class _Visit:
                 if self.scratch is not None:
                     path = self.scratch.path / f"worker-{worker}.log"
                     self.logs[worker] = path, 0
-                self.hands.start(worker, orders, path)
+                self.hands.fork(worker, orders, path)
             case KillWorker(worker=worker):
                 self.hands.kill(worker)
             case ProbeQuestion(line=line):

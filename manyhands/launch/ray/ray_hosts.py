@@ -15,10 +15,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from manyhands.launch.engines.launcher import WORKER, HostNews, create_segments
+from manyhands.launch.engines.launcher import WORKER, HostNews
+from manyhands.launch.engines.segments import create_segments
 from manyhands.launch.hosts.host_daemon import Offer, serve
-from manyhands.launch.hosts.many_hosts import Listening, ManyHosts
-from manyhands.launch.hosts.requested_hosts import Wish
+from manyhands.launch.hosts.joined_hosts import Listening
+from manyhands.launch.hosts.many_hosts import ManyHosts
 from manyhands.launch.ray.ray_resources import (
     Resources,
     actor_options,
@@ -29,6 +30,7 @@ from manyhands.launch.ray.ray_resources import (
 from manyhands.launch.ray.ray_session import Session, address_of
 from manyhands.values.credentials import new_secret
 from manyhands.values.errors import RequestError
+from manyhands.values.run_request import Where
 
 LOOK_S = 1.0
 PLACE_S = 60.0
@@ -82,10 +84,11 @@ class RayHosts:
     """A Provider: keeps as many slots on Ray's nodes as are wanted."""
 
     def __init__(
-        self, cluster: ManyHosts, session: Session, each: Resources | None, *, spread: bool
+        self, launcher: ManyHosts, session: Session, each: Resources | None, *, spread: bool
     ) -> None:
         """`each` is what a worker needs; None: as many CPUs as it has threads."""
-        self.cluster, self.session, self.ray = cluster, session, session.ray
+        self.launcher, self.hosts = launcher, launcher.hosts
+        self.session, self.ray = session, session.ray
         self.given, self.each = each, each or {"CPU": 1.0}
         self.strategy = "SPREAD" if spread else "PACK"
         self.groups: list[_Group] = []
@@ -107,7 +110,7 @@ class RayHosts:
                 "given. See docs/ray.md."
             )
 
-    # ---- for the cluster
+    # ---- for the launcher
 
     def room(self) -> int:
         """Cores for further workers."""
@@ -166,18 +169,18 @@ class RayHosts:
             time.sleep(0.02)
         deadline = time.monotonic() + JOIN_S
         while self._here() < least:
-            self.told += [sign for sign in self.cluster.poll() if isinstance(sign, HostNews)]
+            self.told += [sign for sign in self.launcher.poll() if isinstance(sign, HostNews)]
             if self.failures >= FAILURES or time.monotonic() > deadline:
                 why = f" The last porter ended so: {self.trouble}" if self.trouble else ""
                 raise RequestError(
                     f"room for {self._here()} of {least} workers has joined from Ray. Have its "
-                    f"nodes manyhands, and do they reach {self.cluster.listening.shown}:"
-                    f"{self.cluster.gate.port}?{why}"
+                    f"nodes manyhands, and do they reach {self.hosts.listening.shown}:"
+                    f"{self.hosts.server.port}?{why}"
                 )
-            self.cluster.selector.select(0.05)
+            self.launcher.selector.select(0.05)
 
     def _here(self) -> int:
-        return sum(host.guest.here.slots for host in self.cluster.hosts.values())
+        return sum(host.guest.here.slots for host in self.hosts.others.values())
 
     def _refusal(self, workers: int, there: Mapping[str, float], free: Mapping[str, float]) -> str:
         short = missing(self.each, workers, free) or missing(self.each, workers, there)
@@ -238,10 +241,10 @@ class RayHosts:
 
     def _give_up(self, name: str, why: str) -> bool:
         """False: it never joined, or has said goodbye."""
-        gate = self.cluster.gate
-        keys = [key for key, guest in list(gate.guests.items()) if guest.here.name == name]
+        server = self.hosts.server
+        keys = [key for key, guest in list(server.guests.items()) if guest.here.name == name]
         for key in keys:
-            gate.drop(key, why)
+            server.drop(key, why)
         return bool(keys)
 
     def _staff(self, group: _Group) -> None:
@@ -271,10 +274,10 @@ class RayHosts:
     def _hire(self, group: _Group, node: Mapping[str, Any], bundles: list[int]) -> None:
         self.hired += 1
         name = f"{node['NodeName']}/{self.hired}"
-        listening = self.cluster.listening
+        listening = self.hosts.listening
         offer = Offer(
             host=listening.shown,
-            port=self.cluster.gate.port,
+            port=self.hosts.server.port,
             secret=listening.secret,
             slots=len(bundles),
             name=name,
@@ -302,7 +305,7 @@ class RayHosts:
     def _shrink(self) -> None:
         """Give back one group that nobody needs and nobody has used for a while."""
         now, total = time.monotonic(), sum(group.size for group in self.groups)
-        hosts = list(self.cluster.hosts.values())
+        hosts = list(self.hosts.others.values())
         working = {host.guest.here.name for host in hosts if host.workers}
         for group in reversed(list(self.groups)):
             porters = set(group.bundles.values())
@@ -339,21 +342,21 @@ class RayHosts:
         self.told.append(HostNews("ray", what))
 
 
-def open_on_ray(engine: str, wish: Wish) -> ManyHosts:
-    """A cluster whose hosts are brought by Ray. The driver's own host has no other hands."""
-    if wish.any:
+def open_on_ray(where: Where) -> ManyHosts:
+    """A launcher whose hosts are brought by Ray. The driver's own host takes no workers."""
+    if where.asks_for_hosts:
         raise RequestError("--hosts and --listen are for local processes; Ray brings its own.")
-    each = parse_resources(wish.worker_resources) if wish.worker_resources else None
-    session = Session(address_of(engine), wish.ray_token_file)
+    each = parse_resources(where.worker_resources) if where.worker_resources else None
+    session = Session(address_of(where.engine), where.ray_token)
     try:
         listening = Listening([session.address], 0, new_secret(), here=0)
-        cluster = ManyHosts(WORKER, create_segments(), listening)
+        launcher = ManyHosts(WORKER, create_segments(), listening)
     except BaseException:
         session.close()
         raise
-    cluster.ship = wish.ship
-    cluster.provider = RayHosts(cluster, session, each, spread=wish.spread)
-    return cluster
+    launcher.hosts.ship = where.shipped
+    launcher.hosts.provider = RayHosts(launcher, session, each, spread=where.spread)
+    return launcher
 
 
 def _first_sentence(error: BaseException) -> str:

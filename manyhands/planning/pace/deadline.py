@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from manyhands.values.errors import RequestError
+from manyhands.values.run_request import FinishBy
 
 MARGIN = 0.05
 """Of the time that is left: for evaluating, saving, and what happens."""
@@ -22,8 +23,6 @@ _UNITS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "min": 60.0, "s": 1.0}
 _PART = r"\d+(?:\.\d+)?"
 _SPAN = re.compile(rf"(?:{_PART}\s*(?:d|h|min|m|s)\s*)+")
 _CLOCK = re.compile(r"(\d{1,2}):(\d{2})(?::(\d{2}))?")
-
-FinishBy = str | datetime | timedelta
 
 
 @dataclass(frozen=True, slots=True)

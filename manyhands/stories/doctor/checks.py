@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from manyhands.driver.supervise.audience import Link
-from manyhands.launch.hosts.many_hosts import differs
+from manyhands.launch.hosts.joined_hosts import differs
 from manyhands.stories.doctor.questions import HostFacts
+from manyhands.values.status import Link
 
 FEW_FILES, TOO_FEW_FILES = 1024, 128
 SMALL_SHM_BYTES = 128 << 20

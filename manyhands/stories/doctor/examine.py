@@ -19,16 +19,18 @@ from typing import TypeVar
 import msgspec
 import zmq
 
-from manyhands.driver.supervise.audience import Link
 from manyhands.launch.hosts.join_protocol import ProbeAnswer, ProbeQuestion
 from manyhands.launch.hosts.join_server import HostCame, HostGone, HostSaid, JoinedHost, JoinServer
-from manyhands.launch.hosts.many_hosts import Listening, differs
+from manyhands.launch.hosts.joined_hosts import Listening, differs
 from manyhands.launch.hosts.probe_process import Probe
-from manyhands.launch.hosts.requested_hosts import SshHost, Wish, parse_hosts, understand
+from manyhands.launch.hosts.requested_hosts import parse_hosts, understand
+from manyhands.launch.hosts.ssh import SshHost
 from manyhands.stories.doctor import checks, questions
 from manyhands.stories.doctor.checks import Check, Diagnosis
 from manyhands.values.credentials import new_secret
 from manyhands.values.errors import RequestError
+from manyhands.values.run_request import SSH, DoctorRequest
+from manyhands.values.status import Link
 from manyhands.values.world import World, opponents
 
 LOOK_S = 90.0
@@ -137,9 +139,7 @@ class Rounds:
             self._heard[key] = Heard(error=error)
 
 
-def examine(
-    wish: Wish, folder: Path, *, expect: int = 1, patience_s: float = 60.0, say: Tell
-) -> Diagnosis:
+def examine(asked: DoctorRequest, *, say: Tell) -> Diagnosis:
     """Everything that would stop or slow a run here, or on these hosts. `say` hears it at once."""
     checks: list[Check] = []
 
@@ -148,13 +148,13 @@ def examine(
             checks.append(check)
             say(check)
 
-    marker = _marker(folder, note)
+    marker = _marker(asked.folder, note)
     try:
-        if not wish.any:
+        if not asked.asks_for_hosts:
             with Rounds(None) as rounds:
                 _look_here(rounds, "127.0.0.1", marker, note)
             return Diagnosis(1, checks, [])
-        return _Examination(wish, folder, marker, note, say).run(expect, patience_s, checks)
+        return _Examination(asked, marker, note, say).run(checks)
     finally:
         marker.unlink(missing_ok=True)
 
@@ -189,16 +189,16 @@ class _Examination:
     """Of several hosts."""
 
     def __init__(
-        self, wish: Wish, folder: Path, marker: Path, note: Callable[..., None], say: Tell
+        self, asked: DoctorRequest, marker: Path, note: Callable[..., None], say: Tell
     ) -> None:
-        self.wish, self.folder, self.marker = wish, folder, marker
+        self.asked, self.folder, self.marker = asked, asked.folder, marker
         self.note, self.say = note, say
         self.facts: dict[str, questions.HostFacts] = {}
         self.names: dict[str, str] = {"": socket.gethostname()}
 
-    def run(self, expect: int, patience_s: float, checks: list[Check]) -> Diagnosis:
+    def run(self, checks: list[Check]) -> Diagnosis:
         self._resolve()
-        listening, others = understand(self.wish)
+        listening, others = understand(self.asked)
         try:
             gate = JoinServer(listening.secret, listening.addresses, listening.port)
         except zmq.ZMQError as error:
@@ -206,7 +206,7 @@ class _Examination:
             self.note(Check("wrong", HERE, f"cannot listen at {where}: {error}"))
             return Diagnosis(1, checks, [])
         there = replace(listening, port=gate.port)
-        starters = [SshHost(there, self.wish.ssh, name, slots) for name, slots in others]
+        starters = [SshHost(there, self.asked.ssh or SSH, name, slots) for name, slots in others]
         try:
             with Rounds(gate) as rounds:
                 self.rounds = rounds
@@ -214,7 +214,7 @@ class _Examination:
                 if mine is None:
                     return Diagnosis(1, checks, [])
                 self.facts[""] = mine
-                self._gather(starters, there, expect, patience_s)
+                self._gather(starters, there)
                 self._look()
                 self._compare_clocks()
                 self._reach_the_driver(listening)
@@ -227,7 +227,7 @@ class _Examination:
 
     def _resolve(self) -> None:
         """Names as this host knows them; ssh may know more."""
-        for name, _ in parse_hosts(self.wish.hosts) if self.wish.hosts else []:
+        for name, _ in parse_hosts(self.asked.hosts) if self.asked.hosts else []:
             bare = name.rpartition("@")[2]
             try:
                 found = {info[4][0] for info in socket.getaddrinfo(bare, None)}
@@ -238,12 +238,11 @@ class _Examination:
 
     # ---- who comes
 
-    def _gather(
-        self, starters: Sequence[SshHost], there: Listening, expect: int, patience_s: float
-    ) -> None:
+    def _gather(self, starters: Sequence[SshHost], there: Listening) -> None:
         """Wait for the hosts that were named, or for as many as were said to join."""
         waited = {starter.host.rpartition("@")[2]: starter for starter in starters}
-        count = len(starters) if starters else expect
+        patience_s = self.asked.patience
+        count = len(starters) if starters else self.asked.expect
         if not starters:
             command = f"manyhands worker --join {there.shown}:{there.port} --token-file FILE"
             self.say(f"waiting for {count} to join: {command}")

@@ -8,16 +8,11 @@ from typing import Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+
+from manyhands.training.state.layout import Bounds, Lanes
 
 PRIVATE = ("gloo", "nccl", "none")
 """Ways in which no worker shares memory with another."""
-
-Lanes = dict[torch.dtype, Tensor]
-"""A flat vector: one tensor per dtype."""
-
-Bounds = dict[torch.dtype, tuple[int, int]]
-"""A stretch of each lane."""
 
 Bytes = NDArray[np.uint8]
 

@@ -34,14 +34,13 @@ from torch import Tensor
 
 from manyhands.training.collective.collective import (
     FACTS,
-    Bounds,
     Bytes,
-    Lanes,
     Meanwhile,
     Patience,
     nothing,
     stretch,
 )
+from manyhands.training.state.layout import Bounds, Lanes
 from manyhands.values.errors import Broken, RequestError
 from manyhands.values.world import World
 

@@ -21,9 +21,7 @@ from numpy.typing import NDArray
 from manyhands.training.collective.collective import (
     FACTS,
     OUTCOMES,
-    Bounds,
     Bytes,
-    Lanes,
     Meanwhile,
     Patience,
     Sizes,
@@ -31,10 +29,10 @@ from manyhands.training.collective.collective import (
     stretch,
 )
 from manyhands.training.collective.sequence_words import STRIDE, SequenceWords
-from manyhands.training.state.memory import Memory
+from manyhands.training.state.layout import Bounds, Lanes
+from manyhands.training.state.memory import MOST_RANKS, Memory
 from manyhands.values.world import World
 
-MOST_RANKS = 256
 MOST_VIEWS = 1 << 24
 _STAMP = 3  # generation, stamp, length
 

@@ -23,9 +23,7 @@ from torch import Tensor
 
 from manyhands.training.collective.collective import (
     FACTS,
-    Bounds,
     Bytes,
-    Lanes,
     Meanwhile,
     Patience,
     nothing,
@@ -42,6 +40,7 @@ from manyhands.training.collective.frames import (
     close_all,
 )
 from manyhands.training.collective.handshake import NAP_S, PeerListener, named
+from manyhands.training.state.layout import Bounds, Lanes
 from manyhands.values.errors import Broken
 from manyhands.values.world import World, opponents
 

@@ -20,15 +20,14 @@ from torch import Tensor
 
 from manyhands.training.collective.collective import (
     FACTS,
-    Bounds,
     Bytes,
-    Lanes,
     Meanwhile,
     Patience,
     Sizes,
     nothing,
     stretch,
 )
+from manyhands.training.state.layout import Bounds, Lanes
 from manyhands.values.errors import Broken
 from manyhands.values.world import World
 

@@ -17,16 +17,15 @@ import numpy as np
 
 from manyhands.training.collective.collective import (
     FACTS,
-    Bounds,
     Bytes,
     Collective,
-    Lanes,
     Meanwhile,
     Patience,
     nothing,
 )
 from manyhands.training.collective.sequence_words import SequenceWords
 from manyhands.training.collective.shared_memory import SharedMemory
+from manyhands.training.state.layout import Bounds, Lanes
 from manyhands.values.errors import Broken
 from manyhands.values.world import World
 

@@ -32,6 +32,13 @@ UNIT = 32 * BLOCK
 large enough for the calls not to cost more than the work."""
 
 
+Lanes = dict[torch.dtype, Tensor]
+"""A flat vector: one tensor per dtype."""
+
+Bounds = dict[torch.dtype, tuple[int, int]]
+"""A stretch of each lane."""
+
+
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
     """One parameter or buffer in its lane."""

@@ -17,6 +17,9 @@ from torch import Tensor
 
 PAGE = mmap.ALLOCATIONGRANULARITY
 
+MOST_RANKS = 256
+"""For so many workers room is made."""
+
 
 class Memory:
     """Hands out zeroed tensors. With a file descriptor they are shared, without it private."""

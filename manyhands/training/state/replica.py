@@ -6,6 +6,7 @@ is written to the lanes, by this worker or (in shared memory) by another, the mo
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,12 +15,24 @@ from torch.nn import Module
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from manyhands.training.collective.collective import Lanes
-from manyhands.training.state.layout import Layout, lay_out, parameters_of
+from manyhands.training.state.layout import Lanes, Layout, lay_out, parameters_of
 from manyhands.training.state.memory import Memory
 from manyhands.training.state.module_buffers import ModuleBuffers
 from manyhands.training.state.param_groups import change_groups
 from manyhands.values.errors import CheckpointMismatch, TaskError
+
+
+@dataclass(frozen=True, slots=True)
+class StepFacts:
+    """What all workers know about a step once its gradients are in place; equal on all of them."""
+
+    step: int
+    """Of steps, how many were done before this one."""
+    loss: float
+    records: int
+    agreed: int
+    """Number of the last command that every worker has heard."""
+    numbers: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
 class Replica:
@@ -36,6 +49,9 @@ class Replica:
         """Optimizer steps done."""
         self.changes: Mapping[int, Mapping[str, Any]] = {}
         """Settings that change after so many steps."""
+        self.clip_norm: float | None = None
+        self.facts: StepFacts | None = None
+        """Of the last step whose gradients were in place."""
         for name, parameter in model.named_parameters():
             if is_lazy(parameter):
                 raise TaskError(

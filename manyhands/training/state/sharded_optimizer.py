@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from manyhands.training.collective.collective import Bounds, Lanes
-from manyhands.training.state.layout import Layout, Span, Unit, block_of
+from manyhands.training.state.layout import Bounds, Lanes, Layout, Span, Unit, block_of
 from manyhands.training.state.optimizer_kinds import Kept, has_hooks, like
 from manyhands.training.state.undo_log import KeptValue, UndoLog
 from manyhands.values.errors import OptimizerRefused

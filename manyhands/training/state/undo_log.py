@@ -39,10 +39,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from manyhands.training.collective.collective import Lanes
-from manyhands.training.collective.shared_memory import MOST_RANKS
-from manyhands.training.state.layout import Layout, Unit
-from manyhands.training.state.memory import Memory
+from manyhands.training.state.layout import Lanes, Layout, Unit
+from manyhands.training.state.memory import MOST_RANKS, Memory
 from manyhands.values.errors import OptimizerRefused
 
 SlotKey = tuple[str, torch.dtype]

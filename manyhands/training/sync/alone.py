@@ -18,12 +18,12 @@ from manyhands.training.state.layout import BLOCK, share_out, units
 from manyhands.training.state.memory import Memory
 from manyhands.training.state.module_buffers import StatisticsRow
 from manyhands.training.state.optimizer_kinds import NOTHING_KEPT, how_to_cut
-from manyhands.training.state.replica import Replica
+from manyhands.training.state.replica import Replica, StepFacts
 from manyhands.training.state.sharded_optimizer import ShardedOptimizer, one_thread
 from manyhands.training.state.undo_log import UndoLog
 from manyhands.training.sync.canonical_sum import finish
 from manyhands.training.sync.clip import block_norms, coefficient, torch_coefficient
-from manyhands.training.sync.sync import CHANGING_NAMES, MIXED_WEIGHTS, Place, StepFacts
+from manyhands.training.sync.sync import CHANGING_NAMES, MIXED_WEIGHTS, Held, Place
 from manyhands.values.config import TrainConfig
 from manyhands.values.errors import LossNotFinite, TaskError
 
@@ -38,8 +38,7 @@ class Alone:
     ) -> None:
         self.replica, self.heard, self.micro_batches = replica, heard, train.micro_batches
         self.seed, self.precision = train.seed, train.precision
-        self.clip_norm = train.clip_norm
-        self.facts: StepFacts | None = None
+        replica.clip_norm = train.clip_norm
         how_to_cut(replica.optimizer)  # refuses what cannot be done
         keep = UndoLog(replica.layout, replica.weights, {}, {}, {}, Memory(None), extras=True)
         self.optimizer = ShardedOptimizer(
@@ -56,26 +55,26 @@ class Alone:
         self._rows: list[StatisticsRow] = []
         self._outcomes: list[dict[str, Tensor]] = []
         self._shares: list[float] = []
-        self.holds = False
+        self._holds = False
 
     def regroup(self, place: Place) -> None:
-        self.holds = True
-        if place.fresh is None:  # nobody died: it is the same worker, between two steps
-            return
+        self._holds = True
+        if place.fresh is not None:  # else nobody died: it is the same worker, between two steps
+            self._begin(place, place.fresh)
+        self.replica.change(place.changes)
+
+    def _begin(self, place: Place, step: int) -> None:
         self.replica.publish()
         self.replica.adopt()
-        self.replica.step = place.fresh
+        self.replica.step = step
         (spans,) = share_out(self.replica.layout, 1, cut="nowhere")
         everything = units(self.replica.layout, spans, cut="nowhere")
-        self.optimizer.regroup(0, everything, place.fresh)
+        self.optimizer.regroup(0, everything, step)
         if place.entries is not None:
             self.optimizer.load(place.entries())
 
-    def note(self) -> None:
-        """There is nobody to tell."""
-
-    def testify(self, cut: Cut, index: int) -> int:
-        raise TaskError('train.sync = "alone" has no second worker to compare with.')
+    def held(self) -> Held:
+        return Held(self._holds, self.optimizer.entries())
 
     def indices(self, cut: Cut) -> range:
         return range(len(cut.sizes))
@@ -123,8 +122,7 @@ class Alone:
         pairs = list(zip(self._leaves, scales, strict=True))
         numbers = {n: sum(x.numbers.get(n, 0.0) * w for x, w in pairs) / total for n in names}
         loss = sum(leaf.loss * w for leaf, w in pairs) / total
-        self.facts = StepFacts(cut.step, loss, sum(cut.sizes), self.heard(), numbers)
-        return self.facts
+        return StepFacts(cut.step, loss, sum(cut.sizes), self.heard(), numbers)
 
     def _scales(self) -> list[float]:
         weights = [leaf.weight for leaf in self._leaves]
@@ -152,15 +150,16 @@ class Alone:
         self._commit_buffers()
 
     def _clip(self) -> None:
-        if self.clip_norm is None:
+        clip_norm = self.replica.clip_norm
+        if clip_norm is None:
             return
         order = (self.replica.parameters[p.name].grad for p in self.replica.layout.trainable)
         gradients = [g for g in order if g is not None]
         if self.micro_batches == 1:
-            factor = torch_coefficient(gradients, self.clip_norm)
+            factor = torch_coefficient(gradients, clip_norm)
         else:
             pieces = [b for g in gradients for b in _in_memory_order(g).split(BLOCK)]
-            factor = coefficient(block_norms(pieces), self.clip_norm)
+            factor = coefficient(block_norms(pieces), clip_norm)
         for gradient in gradients:
             gradient.mul_(factor)
 

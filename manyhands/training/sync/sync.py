@@ -3,11 +3,12 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from manyhands.accounting.micro_batches import Cut, MicroBatch
-from manyhands.training.compute.micro_batch_gradient import Leaf, LossFn
-from manyhands.training.state.sharded_optimizer import OptimizerEntry, ShardedOptimizer
+from manyhands.training.compute.micro_batch_gradient import LossFn
+from manyhands.training.state.replica import StepFacts
+from manyhands.training.state.sharded_optimizer import OptimizerEntry
 from manyhands.values.world import World
 
 CHANGING_NAMES = (
@@ -15,19 +16,6 @@ CHANGING_NAMES = (
     "same names every time."
 )
 MIXED_WEIGHTS = "the loss returned a weight for some micro-batches and none for others."
-
-
-@dataclass(frozen=True, slots=True)
-class StepFacts:
-    """What all workers know about a step once its gradients are in place; equal on all of them."""
-
-    step: int
-    """Of steps, how many were done before this one."""
-    loss: float
-    records: int
-    agreed: int
-    """Number of the last command that every worker has heard."""
-    numbers: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +33,19 @@ class Place:
     """Begin after this many steps, with what the replica holds; None: go on where others were."""
     entries: Callable[[], Iterable[OptimizerEntry]] | None = None
     """With `fresh`: the optimizer's state, from a checkpoint."""
+    changes: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Hyper-parameters that are others from here on, on every worker."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What of the state is in this worker's hands. A strategy that leaves it elsewhere holds
+    nothing."""
+
+    goes_on: bool = False
+    """There is state in memory to go on from, whoever put it there."""
+    entries: Iterable[OptimizerEntry] = ()
+    """What this worker must save of the optimizer's state."""
 
 
 class Auditor(Protocol):
@@ -54,8 +55,9 @@ class Auditor(Protocol):
         """Which one; None: none of this step."""
         ...
 
-    def again(self, cut: Cut, index: int) -> Leaf:
-        """Compute it here; its gradients are left in the parameters."""
+    def digest(self, cut: Cut, index: int) -> int:
+        """Of what this worker computes for a micro-batch, whoever it is dealt to; nothing else
+        changes."""
         ...
 
 
@@ -73,24 +75,9 @@ class Sync(Protocol):
     whether the others are at the same step is the strategy's promise, and its docstring says which.
     """
 
-    optimizer: ShardedOptimizer
-    """This worker's part of the optimizer: what it must save."""
-    clip_norm: float | None
-    facts: StepFacts | None
-    """Of the last step whose gradients were in place."""
-
-    @property
-    def holds(self) -> bool:
-        """Whether there is state in memory to go on from, whoever put it there."""
-        ...
-
     def regroup(self, place: Place) -> None:
         """Take a new place. On return all have the same weights, and `replica.step` says after how
         many steps; a step that was being taken when somebody died has been finished."""
-        ...
-
-    def note(self) -> None:
-        """Groups or schedule were changed between steps, on every worker."""
         ...
 
     def indices(self, cut: Cut) -> range:
@@ -105,8 +92,6 @@ class Sync(Protocol):
         """Finish the gradient and update the weights and buffers."""
         ...
 
-    def testify(self, cut: Cut, index: int) -> int:
-        """A digest of what this worker computes for a micro-batch; nothing else changes."""
-        ...
+    def held(self) -> Held: ...
 
     def close(self) -> None: ...

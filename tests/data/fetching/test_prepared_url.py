@@ -18,7 +18,7 @@ import torch
 from typer.testing import CliRunner
 
 import manyhands as mh
-from manyhands.cli.commands import app
+from manyhands.cli.app import app
 from manyhands.data.fetching import fetch
 from manyhands.data.fetching.fetch import open_cache, shown_when_slow
 from manyhands.data.fetching.shard_cache import Cache

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 import manyhands as mh
-from manyhands.driver.supervise.audience import Link
 from manyhands.driver.supervise.host_links import slow
 from manyhands.driver.supervise.membership import by_host, make_view
 from manyhands.launch.engines.launcher import Launcher
 from manyhands.testing.namespaces import Network
+from manyhands.values.status import Link
 from tests.support.cluster import MANYHANDS, Event, Warm
 from tests.support.situations import now, w
 from tests.support.tasks import make

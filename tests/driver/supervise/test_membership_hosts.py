@@ -83,7 +83,7 @@ class Storm(RuleBasedStateMachine):
                 self.dead.add(worker.number)
 
     def place(self) -> None:
-        """As `Cluster.berth` does."""
+        """As `JoinedHosts.place` does."""
         for worker in self.now.workers.values():
             if worker.number in self.at:
                 continue

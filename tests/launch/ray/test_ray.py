@@ -20,7 +20,6 @@ import manyhands as mh
 from manyhands.data.mapreduce.tasks import Crew, Job
 from manyhands.launch.choose_engine import open_engine
 from manyhands.launch.engines.launcher import Launcher
-from manyhands.launch.hosts.requested_hosts import Wish
 from manyhands.launch.ray import ray_hosts
 from manyhands.launch.ray.ray_executor import RayExecutor
 from manyhands.launch.ray.ray_resources import actor_options, missing, parse_resources, times
@@ -28,6 +27,7 @@ from manyhands.launch.ray.ray_session import Session, _why_not_reached, address_
 from manyhands.testing.namespaces import Network, why_not
 from manyhands.values.errors import DataError, DataTaskFailed, RequestError
 from manyhands.values.faults import FaultPlan
+from manyhands.values.run_request import Where
 from tests.data.mapreduce.test_map_reduce import Square, dies, fails, square
 from tests.support.ray_nodes import Nodes, Run, process_name, until
 
@@ -68,9 +68,13 @@ def test_engines_are_read() -> None:
     for wrong in ("ray://head", "ray=", "ray://:6379"):
         with pytest.raises(RequestError, match="HOST:PORT"):
             address_of(wrong)
-    for wish in (Wish(spread=True), Wish(worker_resources=CPU), Wish(ray_token_file=Path("f"))):
+    for where in (
+        Where(spread=True),
+        Where(worker_resources=CPU),
+        Where(ray_token_file=Path("f")),
+    ):
         with pytest.raises(RequestError, match="are for Ray"):
-            open_engine("local", wish)
+            open_engine(where)
 
 
 def test_who_does_not_reach_ray_is_told_about_tls() -> None:
@@ -86,22 +90,22 @@ def test_who_does_not_reach_ray_is_told_about_tls() -> None:
 @needs_ray
 def test_requests_to_ray_that_cannot_work_are_answered(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="Ray brings its own"):
-        open_engine("ray", Wish(listen=":0"))
+        open_engine(Where(engine="ray", listen=":0"))
     with pytest.raises(RequestError, match="for a Ray cluster"):
-        open_engine("ray", Wish(ray_token_file=tmp_path / "token"))
+        open_engine(Where(engine="ray", ray_token_file=tmp_path / "token"))
     token, nowhere = tmp_path / "token", "ray://127.0.0.1:1"
     with pytest.raises(RequestError, match="cannot be read"):
-        open_engine(nowhere, Wish(ray_token_file=token))
+        open_engine(Where(engine=nowhere, ray_token_file=token))
     token.write_text("secret")
     token.chmod(0o644)
     with pytest.raises(RequestError, match=f"chmod 600 {token}"):
-        open_engine(nowhere, Wish(ray_token_file=token))
+        open_engine(Where(engine=nowhere, ray_token_file=token))
 
 
 def test_without_ray_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(RequestError, match=r"pip install 'manyhands\[ray\]'"):
-        open_engine("ray")
+        open_engine(Where(engine="ray"))
 
 
 # ---- a Ray of our own
@@ -199,7 +203,7 @@ def test_idle_room_is_given_back_and_asked_for_again(
 ) -> None:
     monkeypatch.setattr(ray_hosts, "IDLE_S", 0.5)
     every = session.ray.cluster_resources()["CPU"]  # what is free may not be all of it yet
-    hands = open_engine("ray", Wish(worker_resources=CPU))
+    hands = open_engine(Where(engine="ray", worker_resources=CPU))
     try:
         for name in ("first", "second"):
             report = train(tmp_path / name, workers=1, launcher=hands)

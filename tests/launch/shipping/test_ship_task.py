@@ -15,11 +15,11 @@ import manyhands as mh
 from manyhands.launch.choose_engine import open_engine
 from manyhands.launch.engines.launcher import Launcher
 from manyhands.launch.hosts.many_hosts import ManyHosts
-from manyhands.launch.hosts.requested_hosts import Wish
 from manyhands.launch.shipping import ship_files
 from manyhands.testing.namespaces import why_not
 from manyhands.values.credentials import write_token
 from manyhands.values.errors import RequestError
+from manyhands.values.run_request import Where
 
 SIBLING = "import torch\ndef loss(m, b):\n    return ((m(b['x'])[:, 0] - b['y']) ** 2).mean()\n"
 TASK = """
@@ -139,12 +139,17 @@ def test_modules_beside_the_task_and_shipped_files_arrive_elsewhere(
         monkeypatch.delitem(sys.modules, name, raising=False)
     how: dict[str, Any] = {"workers": 1, "settings": ["train.batch=16"], "quiet": True}
     here = mh.train("task.py", to=tmp_path / "here", **how)
-    wish = Wish(hosts="here:0", listen="127.0.0.1", ship=(Path("shipped"),))
-    hands = open_engine("local", wish)
+    where = Where(hosts="here:0", listen="127.0.0.1", ship=(Path("shipped"),))
+    hands = open_engine(where)
     assert isinstance(hands, ManyHosts)
-    write_token(tmp_path / "token", hands.listening.secret)
+    write_token(tmp_path / "token", hands.hosts.listening.secret)
     join = [sys.executable, "-m", "manyhands", "worker", "--slots", "1"]
-    join += ["--join", f"127.0.0.1:{hands.gate.port}", "--token-file", str(tmp_path / "token")]
+    join += [
+        "--join",
+        f"127.0.0.1:{hands.hosts.server.port}",
+        "--token-file",
+        str(tmp_path / "token"),
+    ]
     hidden = f"mount -t tmpfs none {home}; exec {shlex.join(join)}"
     environment = {**os.environ, "TMPDIR": str(away)}
     porter = subprocess.Popen(["unshare", "-m", "sh", "-c", hidden], cwd=away, env=environment)
@@ -160,7 +165,7 @@ def test_modules_beside_the_task_and_shipped_files_arrive_elsewhere(
 def test_what_cannot_be_shipped_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(RequestError, match=r"--ship nowhere: there is no such"):
-        open_engine("local", Wish(ship=(Path("nowhere"),)))
+        open_engine(Where(ship=(Path("nowhere"),)))
     for folder in ("in", "out"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "same.txt").write_text("x" * 100)

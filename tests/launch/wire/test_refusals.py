@@ -19,17 +19,18 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 import manyhands as mh
+from manyhands.driver import drive as run_module
 from manyhands.driver.live.command_socket import Examine, ask
 from manyhands.driver.supervisor import Supervisor
 from manyhands.launch.engines.agent import WorkerExit, WorkerStarted
 from manyhands.launch.engines.launcher import Launcher
 from manyhands.launch.hosts import join_protocol
-from manyhands.launch.hosts.requested_hosts import Wish, open_cluster
+from manyhands.launch.hosts.requested_hosts import open_hosts
 from manyhands.launch.wire.channel import Keys, OnlyThisKey, SupervisorChannel
 from manyhands.launch.wire.refusals import RefusalCounts, Refusals, said
-from manyhands.stories import train as run_module
 from manyhands.values.credentials import Credentials, new_secret, read_token
 from manyhands.values.messages import Beat, FromWorker, Hello, Leaving, Left, RoundPart, encode
+from manyhands.values.run_request import Where
 from manyhands.values.rundir import RunDir
 from tests.support.cluster import MANYHANDS
 
@@ -274,9 +275,9 @@ def test_noise_at_every_port_changes_nothing(
 ) -> None:
     token = tmp_path / "token"
     with ExitStack() as stack:
-        wish = Wish(hosts="here:1", listen="127.0.0.1", token_file=token)
-        cluster = open_cluster(wish)
-        port = cluster.gate.port
+        where = Where(hosts="here:1", listen="127.0.0.1", token_file=token)
+        cluster = open_hosts(where)
+        port = cluster.hosts.server.port
         join = [*MANYHANDS, "worker", "--join", f"127.0.0.1:{port}", "--token-file", str(token)]
         for name in ("b", "c"):
             porter = subprocess.Popen([*join, "--name", name, "--slots", "1"], stderr=sys.stdout)

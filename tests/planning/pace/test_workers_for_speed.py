@@ -252,7 +252,7 @@ class Stage:
         self.tempo = SpeedControl(
             aim,
             self.now,
-            self,  # type: ignore[arg-type]
+            self.told.append,
             left=lambda step: 100 * (self.steps - step),
             most=facts.pop("most", 8),
             want=self.wants.append,
@@ -264,9 +264,6 @@ class Stage:
 
     def time(self) -> float:
         return NOON + self.at
-
-    def event(self, event: events.AnyEvent) -> None:
-        self.told.append(event)
 
     def go(self, seconds: float, room: int = 8) -> int:
         """Workers come at once when they are wanted."""

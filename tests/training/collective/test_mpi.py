@@ -21,8 +21,8 @@ import torch
 import manyhands
 from manyhands.testing.contracts import F32, CollectiveContract
 from manyhands.training.collective import mpi
-from manyhands.training.collective.collective import Bounds, Lanes
 from manyhands.training.collective.mpi import Mpi
+from manyhands.training.state.layout import Bounds, Lanes
 from manyhands.values.errors import Broken, RequestError
 from manyhands.values.rundir import write_whole
 from manyhands.values.world import World

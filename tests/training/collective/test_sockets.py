@@ -27,10 +27,11 @@ from manyhands.testing.contracts import F32, CollectiveContract, wait_for_state
 from manyhands.testing.namespaces import Network
 from manyhands.training.collective import frames
 from manyhands.training.collective import handshake as door_module
-from manyhands.training.collective.collective import Bounds, Bytes, Collective, Lanes
+from manyhands.training.collective.collective import Bytes, Collective
 from manyhands.training.collective.frames import EAGER_BYTES
 from manyhands.training.collective.handshake import HELLO_BYTES, MOST_CALLERS, PeerListener
 from manyhands.training.collective.sockets import Sockets, opponents
+from manyhands.training.state.layout import Bounds, Lanes
 from manyhands.values.errors import Broken
 from manyhands.values.world import World
 

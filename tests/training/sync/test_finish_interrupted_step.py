@@ -14,7 +14,6 @@ from manyhands.data.reading.records import open_data
 from manyhands.training.collective.collective import Sizes
 from manyhands.training.collective.shared_memory import SharedMemory, SharedRoom
 from manyhands.training.collective.two_level import TwoLevel
-from manyhands.training.compute.micro_batch_gradient import Leaf
 from manyhands.training.compute.seeds import seed_everything
 from manyhands.training.state import layout
 from manyhands.training.state.memory import Memory
@@ -52,7 +51,7 @@ class NoAudit:
     def index(self, cut: Cut) -> int | None:
         return None
 
-    def again(self, cut: Cut, index: int) -> Leaf:
+    def digest(self, cut: Cut, index: int) -> int:
         raise NotImplementedError
 
 

@@ -18,9 +18,7 @@ from manyhands.data.reading.records import open_data
 from manyhands.training.collective import two_level as tiers_module
 from manyhands.training.collective.collective import (
     FACTS,
-    Bounds,
     Bytes,
-    Lanes,
     Meanwhile,
     Patience,
     Sizes,
@@ -32,6 +30,7 @@ from manyhands.training.collective.two_level import TwoLevel
 from manyhands.training.compute.micro_batch_gradient import Leaf, compute
 from manyhands.training.compute.seeds import seed_everything
 from manyhands.training.state import layout
+from manyhands.training.state.layout import Bounds, Lanes
 from manyhands.training.state.memory import Memory
 from manyhands.training.state.replica import Replica, build_model
 from manyhands.training.sync.allreduce import allreduce, overlapped_host_sum
@@ -331,7 +330,7 @@ def test_whoever_has_not_got_all_of_the_state_says_so() -> None:
         died = run.view(Death(nth), holder.hands[0])
         run.homes = [newcomer]
         (hand,) = newcomer.hands
-        if hand.sync.holds:
+        if hand.sync.held().goes_on:
             assert not run.view()
             outcomes.append(run.outcomes())
         else:

@@ -14,8 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from manyhands.accounting.micro_batches import Node, subtrees
-from manyhands.training.collective.collective import Lanes
-from manyhands.training.state.layout import Layout, lay_out, parameters_of
+from manyhands.training.state.layout import Lanes, Layout, lay_out, parameters_of
 from manyhands.training.sync.allreduce import overlapped_host_sum
 from manyhands.training.sync.allreduce.local_sum import LocalSum
 from manyhands.training.sync.allreduce.overlapped_host_sum import OverlappedHostSum, buckets

@@ -33,7 +33,7 @@ from manyhands.training.compute.micro_batch_gradient import Leaf, LossFn, comput
 from manyhands.training.state.layout import blocks, bounds, share_out, units
 from manyhands.training.state.memory import Memory
 from manyhands.training.state.optimizer_kinds import NOTHING_KEPT, how_to_cut, what_it_keeps
-from manyhands.training.state.replica import Replica
+from manyhands.training.state.replica import Replica, StepFacts
 from manyhands.training.state.sharded_optimizer import ShardedOptimizer
 from manyhands.training.state.undo_log import UndoLog
 from manyhands.training.sync.allreduce.buffer_outcomes import BufferOutcomes
@@ -44,7 +44,7 @@ from manyhands.training.sync.allreduce.partial_sums import Parts, parts_of
 from manyhands.training.sync.allreduce.step_facts import Form, StepTally
 from manyhands.training.sync.allreduce.update import Update
 from manyhands.training.sync.canonical_sum import TreeSum, most_parts
-from manyhands.training.sync.sync import Auditor, Moment, Place, StepFacts
+from manyhands.training.sync.sync import Auditor, Held, Moment, Place
 from manyhands.values.config import TrainConfig
 
 MeetMembers = Callable[[Place], TwoLevel]
@@ -67,8 +67,7 @@ class AllReduce:
         self.replica, self.heard, self.moment = replica, heard, moment
         self.auditor = auditor
         self.seed, self.precision = train.seed, train.precision
-        self.clip_norm = train.clip_norm
-        self.facts: StepFacts | None = None
+        replica.clip_norm = train.clip_norm
         layout = replica.layout
         self.cut, _ = how_to_cut(replica.optimizer)
         kept = what_it_keeps(replica.optimizer, layout) if self.cut == "blocks" else NOTHING_KEPT
@@ -118,12 +117,11 @@ class AllReduce:
 
     # ---- a place in a view
 
-    @property
-    def holds(self) -> bool:
-        return self.keep.holds
+    def held(self) -> Held:
+        return Held(self.keep.holds, self.optimizer.entries())
 
     def regroup(self, place: Place) -> None:
-        self.place, self.world, self.speeds = place, place.world, place.speeds
+        self.world, self.speeds = place.world, place.speeds
         self.close()
         self._tiers = self.tiers = self._meet(place)
         layout = self.replica.layout
@@ -138,9 +136,9 @@ class AllReduce:
         self.reducing = OverlappedHostSum(layout, self.tiers, self.updating.sums) if many else None
         mine = units(layout, self.spans[self.rank], cut=self.cut)
         self.regrouping.regroup(place, self.tiers, mine)
-
-    def note(self) -> None:
-        self.regrouping.note(self.place)
+        if place.changes:
+            self.replica.change(place.changes)
+            self.regrouping.note(place)
 
     # ---- a step
 
@@ -170,17 +168,16 @@ class AllReduce:
             else:
                 self.summing.collect(tree, micro_batch.index)
         if audited is not None and self._is_witness(cut, audited):
-            sheet.digest = self.testify(cut, audited)
+            sheet.digest = self.auditor.digest(cut, audited)
         self.moment("gather")
         if self.reducing is not None:
             self.reducing.everything()
-        message = sheet.signed(self.heard(), mine, self.clip_norm)
+        message = sheet.signed(self.heard(), mine, self.replica.clip_norm)
         # The first unit is copied aside while the others are waited for.
         prepare = partial(self.optimizer.prepare, cut.step)
         everyone = self.tiers.gather(message, FACTS, cut.step, prepare)
         self._step = self.form.read(cut.step, everyone)
-        self.facts = self.form.learn(cut, self._step, everyone, audited)
-        return self.facts
+        return self.form.learn(cut, self._step, everyone, audited)
 
     def _leaf(
         self, tree: TreeSum[int], micro_batch: MicroBatch, loss: LossFn, *, streamed: bool
@@ -209,17 +206,6 @@ class AllReduce:
         ranges = deal(len(cut.sizes), self.speeds)
         owner = next(rank for rank, r in enumerate(ranges) if index in r)
         return self.world.rank == (owner + 1) % self.world.num_ranks != owner
-
-    def testify(self, cut: Cut, index: int) -> int:
-        """A digest of what this worker computes for a micro-batch, whoever it is dealt to."""
-        self.replica.buffers.begin(alone=len(cut.sizes) == 1)
-        leaf = self.auditor.again(cut, index)
-        self.moment("leaf")
-        found = digest(self._trainable, leaf)
-        for parameter in self._trainable:
-            parameter.grad = None
-        self.replica.buffers.show()  # what it did to them was not for the step
-        return found
 
     def step(self) -> None:
         assert self._step is not None, "backward comes first"

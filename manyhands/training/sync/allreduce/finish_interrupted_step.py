@@ -23,9 +23,9 @@ import msgspec
 import numpy as np
 import torch
 
-from manyhands.training.collective.collective import FACTS, OUTCOMES, Bounds
+from manyhands.training.collective.collective import FACTS, OUTCOMES
 from manyhands.training.collective.two_level import TwoLevel
-from manyhands.training.state.layout import Unit, blocks, share_out, units
+from manyhands.training.state.layout import Bounds, Unit, blocks, share_out, units
 from manyhands.training.state.param_groups import groups_to_json, restore, schedule_to_json
 from manyhands.training.state.replica import Replica
 from manyhands.training.state.sharded_optimizer import ShardedOptimizer

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from manyhands.accounting.micro_batches import Node
-from manyhands.training.collective.collective import Lanes
-from manyhands.training.state.layout import TensorPlace
+from manyhands.training.state.layout import Lanes, TensorPlace
 from manyhands.training.sync.canonical_sum import TreeSum
 from manyhands.values.errors import TaskError
 

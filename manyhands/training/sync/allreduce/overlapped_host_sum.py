@@ -25,9 +25,9 @@ from functools import partial
 import torch
 
 from manyhands.accounting.micro_batches import Node, subtrees
-from manyhands.training.collective.collective import Bounds, Lanes, stretch
+from manyhands.training.collective.collective import stretch
 from manyhands.training.collective.two_level import TwoLevel
-from manyhands.training.state.layout import Layout
+from manyhands.training.state.layout import Bounds, Lanes, Layout
 from manyhands.training.sync.canonical_sum import TreeSum, finish
 
 PARTS, LEAST_BYTES, MOST_BYTES = 16, 256 << 10, 2 << 20

@@ -19,7 +19,8 @@ from torch import Tensor
 from manyhands.accounting.micro_batches import Cut, MicroBatch
 from manyhands.training.collective.collective import Bytes
 from manyhands.training.compute.micro_batch_gradient import MOST_NUMBERS, Leaf
-from manyhands.training.sync.sync import CHANGING_NAMES, MIXED_WEIGHTS, StepFacts
+from manyhands.training.state.replica import StepFacts
+from manyhands.training.sync.sync import CHANGING_NAMES, MIXED_WEIGHTS
 from manyhands.values.errors import AuditMismatch, LossNotFinite, TaskError
 
 # [last command heard, range start, range stop, clip norm or NaN, bytes of names, audited digest]

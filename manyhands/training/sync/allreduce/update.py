@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from manyhands.training.collective.collective import Bounds, Lanes
-from manyhands.training.state.layout import Span, units
+from manyhands.training.state.layout import Bounds, Lanes, Span, units
 from manyhands.training.state.memory import Memory
 from manyhands.training.state.sharded_optimizer import ShardedOptimizer, one_thread
 from manyhands.training.sync.allreduce.partial_sums import Finisher, Parts

@@ -5,15 +5,16 @@ import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import msgspec
 import typer
 
-from manyhands.cli.hosts import RayTokenFile, WorkerResources
+from manyhands.cli.printing import to_json
 from manyhands.values.errors import DataDamaged, DataTaskFailed, ManyhandsError, RunFailed
 
 Many = list[str] | None
+WorkerResources = Annotated[str | None, typer.Option(metavar="CPU=1,GPU=1,memory=2GB,NAME=1")]
+RayTokenFile = Annotated[Path | None, typer.Option()]
 
 _IN = "How raw files are read"
 _OUT = "What is written"
@@ -182,7 +183,7 @@ def prepare(
             quiet=quiet or json,
         )
     if json:
-        print(_json(overview(to)))
+        print(to_json(overview(to)))
     elif not quiet:
         show(to, rows=0, notes=False)
 
@@ -202,7 +203,7 @@ def data(
     with _told():
         damage = verified(here, quiet=json) if verify else []
         if json:
-            print(_json({**overview(here), **({"damage": damage} if verify else {})}))
+            print(to_json({**overview(here), **({"damage": damage} if verify else {})}))
         elif not verify:
             show(here, rows=rows, split=split)
         if damage:
@@ -234,12 +235,3 @@ def _told() -> Generator[None]:
     except ManyhandsError as error:
         error.args = (wrapped(str(error), first=len(name)),)
         raise
-
-
-def register(app: typer.Typer) -> None:
-    app.command("prepare")(prepare)
-    app.command("data")(data)
-
-
-def _json(value: Any) -> str:
-    return msgspec.json.encode(value).decode()

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Commands for runs on several hosts."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from manyhands.cli.arguments import JsonFlag
+from manyhands.cli.command_options import options_of
+from manyhands.cli.printing import to_json
+from manyhands.values.errors import RequestError
+from manyhands.values.run_request import DoctorRequest
+
+
+def worker(
+    join: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where the run listens.")],
+    token_file: Annotated[
+        Path, typer.Option(help="The run's secret: RUN/join.token. - is standard input.")
+    ],
+    slots: Annotated[
+        int | None, typer.Option(help="How many workers this host takes; else its cores.")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="What this host is called.")] = None,
+    address: Annotated[
+        str | None, typer.Option(help="Where other hosts reach this one; else found out.")
+    ] = None,
+    patience: Annotated[
+        float, typer.Option(help="Seconds to look for a run that is not there (any more).")
+    ] = 60.0,
+    tied: Annotated[
+        bool, typer.Option("--tied", hidden=True, help="Go when standard input ends.")
+    ] = False,
+) -> None:
+    """Lend this host's hands to a run elsewhere, until it is over."""
+    from manyhands.stories.join import join as join_run
+
+    code = join_run(
+        join,
+        token_file,
+        slots=slots,
+        name=name,
+        address=address,
+        patience_s=patience,
+        tied=tied,
+        say=lambda text: print(text, file=sys.stderr, flush=True),
+    )
+    raise typer.Exit(code)
+
+
+@options_of(DoctorRequest)
+def doctor(request: DoctorRequest, json: JsonFlag = False) -> None:
+    """Check what would stop or slow a run: on this host, on others, and between them."""
+    if request.listen is not None and request.hosts is None and request.token_file is None:
+        raise RequestError("--listen needs --token-file, or nobody could join.")
+    from manyhands.stories.doctor.examine import examine
+
+    found = examine(
+        request,
+        say=lambda what: print(what, file=sys.stderr if json else sys.stdout, flush=True),
+    )
+    if json:
+        print(to_json({"works": found.works, "checks": found.checks, "links": found.links}))
+    else:
+        print(found.summary())
+    raise typer.Exit(0 if found.works else 1)

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Commands that train."""
+
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from manyhands.cli.arguments import JsonFlag, QuietFlag
+from manyhands.cli.command_options import options_of
+from manyhands.cli.printing import to_json
+from manyhands.values.errors import RequestError, RunFailed
+from manyhands.values.faults import FaultPlan
+from manyhands.values.report import Report
+from manyhands.values.run_request import ResumeRequest, RunRequest, Where
+from manyhands.values.rundir import new_run_path, open_run
+
+if TYPE_CHECKING:
+    from manyhands.driver.resolved_run import Attached
+
+
+@options_of(RunRequest)
+def train(
+    request: RunRequest,
+    fold: Annotated[
+        str | None, typer.Option(metavar="I or all", help="Of data with folds: hold out this one.")
+    ] = None,
+    json: JsonFlag = False,
+) -> None:
+    """Train the task that FILE defines."""
+    if fold == "all":
+        _train_folds(request, json)
+        return
+    if fold is not None:
+        request = replace(request, settings=(*request.settings, f"data.fold={fold}"))
+    with _started(request, quiet=request.quiet or json) as attached:
+        from manyhands.stories.train import train_request
+
+        report = train_request(replace(request, quiet=request.quiet or json), attached)
+    _show_report(report, json, request.quiet)
+
+
+def _train_folds(request: RunRequest, json: bool) -> None:
+    from manyhands.stories.cross_validate import train_folds
+
+    if request.samples_per_second is not None or request.finish_by is not None:
+        raise RequestError("--fold all trains several runs: it takes no wished speed or time.")
+    elsewhere = request.asks_for_hosts or request.engine != "local"
+    if elsewhere:
+        raise RequestError(
+            "--fold all trains on this host: it takes no --engine, --hosts or --listen."
+        )
+    workers = request.workers
+    if workers is not None and not str(workers).isdigit():
+        raise RequestError("--fold all needs a plain number of workers for each fold.")
+    file = Path(str(request.task))
+    folder = Path(request.to) if request.to else new_run_path(Path("runs"), f"{file.stem}-folds")
+    each = None if workers is None else int(workers)
+    hush = request.quiet or json
+    folded = train_folds(
+        file,
+        folder,
+        workers=each,
+        settings=request.settings,
+        say=(lambda _: None) if hush else print,
+    )
+    if json:
+        print(to_json(folded))
+    elif not request.quiet:
+        spread = folded.deviations
+        means = "  ".join(f"{k} {v:.4f} ± {spread[k]:.4f}" for k, v in folded.means.items())
+        print(f"\nmean    {means}\nruns in {folder}")
+
+
+@options_of(ResumeRequest)
+def resume(request: ResumeRequest, json: JsonFlag = False) -> None:
+    """Continue RUN from its newest good checkpoint, with any number of workers."""
+    open_run(Path(request.run))
+    with _started(request, quiet=request.quiet or json) as attached:
+        from manyhands.stories.train import resume_request
+
+        report = resume_request(replace(request, quiet=request.quiet or json), attached)
+    _show_report(report, json, request.quiet)
+
+
+def demo(
+    to: Annotated[Path | None, typer.Option(help="The run folder; else runs/demo-TIME.")] = None,
+    workers: Annotated[int, typer.Option(help="How many workers.")] = 2,
+    quiet: QuietFlag = False,
+) -> None:
+    """The whole story on bundled data: digits are learnt, and a worker is killed on the way."""
+    file = Path(__file__).parent.parent / "zoo" / "digits.py"
+    folder = to or new_run_path(Path("runs"), "demo")
+    rough = RunRequest(file, to=folder, workers=workers, quiet=quiet)
+    calm = replace(rough, to=folder.with_name(f"{folder.name}-calm"), quiet=True)
+    with _started(rough, quiet=quiet) as attached:
+        from manyhands.stories.train import train_request
+
+        # kill -9, half-way; rank 1 if there is one
+        faults = FaultPlan().kill(rank=min(1, workers - 1), at_step=110, at="update")
+        report = train_request(rough, replace(attached, faults=faults))
+        _show_report(report, False, quiet)
+        if not quiet:
+            print("\nThe same again, and nobody is killed:")
+        again = train_request(calm, attached)
+    if not quiet:
+        same = "the same bits" if again.fingerprint == report.fingerprint else "DIFFERENT"
+        print(f"fingerprint  {again.fingerprint}  {same}")
+        print(f"\nNothing lost, nothing twice:  manyhands ledger {report.run} --check")
+        print(f"Look again:                   manyhands status {report.run}")
+    if again.fingerprint != report.fingerprint or report.recoveries != 1:
+        raise RunFailed("the demo's two runs differ; please report this.")
+
+
+@contextmanager
+def _started(where: Where, *, quiet: bool) -> "Generator[Attached]":
+    if sys.stderr.isatty() and not quiet:
+        print("starting …", file=sys.stderr)
+    from manyhands.stories.early_start import started_early
+
+    with started_early(where) as attached:
+        yield attached
+
+
+def _show_report(report: Report, as_json: bool, quiet: bool) -> None:
+    if as_json:
+        print(to_json(report))
+    elif not quiet:
+        from manyhands.monitor.terminal import summary
+
+        print(summary(report))

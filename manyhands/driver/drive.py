@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The driver: open → plan → reserve → write down → start → supervise. One run, seen to its end.
+
+What the supervisor reports on the way is dealt with in bookkeeping.py.
+"""
+
+import shutil
+import signal
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+
+import msgspec
+
+from manyhands.accounting.ledger import Book, Opened, journal_of, new_book, old_book
+from manyhands.data.reading.records import Records, make_ready, open_data
+from manyhands.driver.bookkeeping import Bookkeeping, drivers_fault
+from manyhands.driver.file_server import FileServer
+from manyhands.driver.live.command_socket import CommandSocket
+from manyhands.driver.live.live_requests import LiveRequests
+from manyhands.driver.resolved_run import ResolvedRun
+from manyhands.driver.supervise.worker_states import Limits, Situation
+from manyhands.driver.supervisor import Supervisor
+from manyhands.driver.task_files import check_criteria, describe_run, task_line, weights_file
+from manyhands.driver.workforce import most_workers, reserve, room_for, speed_control, wanting
+from manyhands.launch.engines.launcher import Launcher, WorkerPlace
+from manyhands.launch.shipping import ship_task
+from manyhands.launch.wire.channel import SupervisorChannel
+from manyhands.planning.planner import Plan, plan
+from manyhands.training.collective.collective import PRIVATE
+from manyhands.values import events
+from manyhands.values.config import to_toml
+from manyhands.values.credentials import new_secret
+from manyhands.values.errors import RunDirError
+from manyhands.values.orders import Orders, Parcel
+from manyhands.values.report import Report
+from manyhands.values.rundir import RunDir, locked, write_whole
+from manyhands.values.verdict import Cause
+
+
+def drive(job: ResolvedRun, launcher: Launcher, *, resume: int | None = None) -> Report:
+    """Train from the beginning, or from a saved step of the run, whose lock is then held."""
+    records, held_out = open_data(job.loaded.task.data, job.loaded.task.held_out, job.config.data)
+    check_criteria(job.config, job.loaded.task, held_out)
+    made = _planned(job, launcher, records)
+    _refuse_if_finished(job, made, resume)
+    start_from = weights_file(job.config) if resume is None else None
+    reserve(job, launcher, made)
+    # On several hosts workers fetch their own data.
+    many = launcher.traits.many_hosts
+    here, fetch = (1, "nothing") if many else (made.workers.value, "all")
+    make_ready(records, held_out, workers=here, quiet=job.quiet, fetch=fetch)
+    with _folder(job.run, new=resume is None):
+        written = _write_down(job, launcher, made, records, resume)
+    with nullcontext() if resume is not None else locked(job.run):
+        return _see_to_its_end(job, launcher, made, written, resume, start_from)
+
+
+def _planned(job: ResolvedRun, launcher: Launcher, records: Records) -> Plan:
+    return plan(
+        job.config.train,
+        launcher.hosts.inventory(),
+        workers=job.workers,
+        records=len(records),
+        most_workers=launcher.traits.most_workers,
+        many_hosts=launcher.traits.many_hosts,
+        paced=job.aim is not None,
+    )
+
+
+def _refuse_if_finished(job: ResolvedRun, made: Plan, resume: int | None) -> None:
+    if resume is not None and resume >= made.steps.value:
+        raise RunDirError(
+            f"{job.run.root} is finished (step {resume} of {made.steps.value}). To train longer: "
+            f"manyhands resume {job.run.root} --set train.epochs=... (or train.steps=...)"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """What is on paper before the first worker starts."""
+
+    parcel: Parcel
+    books: Bookkeeping
+    first_worker: int
+
+
+def _write_down(
+    job: ResolvedRun, launcher: Launcher, made: Plan, records: Records, resume: int | None
+) -> _Written:
+    """Plan, task, ledger and config, in the run's folder; and the task in the hosts' memory."""
+    if resume is None:
+        describe_run(job.run, job.loaded, job.config, records)
+    write_whole(job.run.plan, msgspec.json.format(msgspec.json.encode(made)))
+    for left_over in job.run.root.glob(".rendezvous-*"):  # of a driver that was killed
+        left_over.unlink()
+    parcel = ship_task.pack(job.loaded, launcher.fds[0], many=launcher.traits.many_hosts)
+    launcher.hosts.load(parcel.end, job.run.root, job.config.recovery.host_s)
+    book, first_worker = _book(job, len(records), resume)
+    books = Bookkeeping(job, made, resume or 0, book)
+    write_whole(job.run.config, to_toml(job.config, task=task_line(job.loaded)))
+    return _Written(parcel, books, first_worker)
+
+
+def _book(job: ResolvedRun, records: int, resume: int | None) -> tuple[Book, int]:
+    """The ledger, opened or gone on with; and the number of the next worker."""
+    train, path = job.config.train, job.run.ledger
+    opened = Opened(records, train.batch, train.micro_batch_size, train.seed)
+    if resume is None:
+        return new_book(path, opened, job.changes), 0
+    return old_book(path, opened, resume, job.given)
+
+
+def _see_to_its_end(
+    job: ResolvedRun,
+    launcher: Launcher,
+    made: Plan,
+    written: _Written,
+    resume: int | None,
+    start_from: str | None,
+) -> Report:
+    books = written.books
+    for note in job.notes:
+        books.event(events.Warned(text=note))
+    channel, commands = SupervisorChannel(launcher.traits.listens), CommandSocket(job.run.control)
+    orders = _orders(job, made, written.parcel, launcher, start_from)
+
+    def start(worker: int) -> WorkerPlace:
+        def at(place: WorkerPlace) -> bytes:
+            order = worker - written.first_worker
+            return _orders_at(place, orders, worker, order, channel)
+
+        return launcher.start(worker, at, job.run.log(worker))
+
+    try:
+        situation = _situation(job, launcher, books, made, resume)
+        speed = speed_control(job, launcher, made, situation, books.event)
+        books.outlook = speed.outlook if speed is not None else books.outlook
+        requests = LiveRequests(
+            situation,
+            books.event,
+            commands,
+            objection=books.live.objection,
+            room=room_for(job, launcher, made),
+            want=wanting(launcher),
+            speed=speed,
+        )
+        supervisor = Supervisor(
+            launcher,
+            channel,
+            books,
+            FileServer(job.run, start_from),
+            situation,
+            requests=requests,
+            start=start,
+            first_worker=written.first_worker,
+        )
+        return _supervise(supervisor, launcher, books)
+    finally:
+        launcher.stop()
+        commands.close()
+        channel.close()
+        books.close()
+
+
+def _orders(
+    job: ResolvedRun, made: Plan, parcel: Parcel, launcher: Launcher, start_from: str | None
+) -> Orders:
+    """What all workers are told alike."""
+    return Orders(
+        worker=0,
+        keys=None,
+        run=str(job.run.root.absolute()),
+        config=job.config,
+        collective=made.collective.value,
+        parcel=parcel,
+        task_fd=launcher.fds[0],
+        state_fd=launcher.fds[1],
+        secret=new_secret(),
+        steps=made.steps.value,
+        start_from=start_from,
+        debug=job.debug,
+        log_every=1 if job.on_step else job.config.log.every_steps,
+        faults=job.faults,
+    )
+
+
+def _orders_at(
+    place: WorkerPlace, orders: Orders, worker: int, order: int, channel: SupervisorChannel
+) -> bytes:
+    """For one worker, where it is going to be."""
+    mine = msgspec.structs.replace(
+        orders,
+        worker=worker,
+        order=order,
+        keys=channel.keys_for(place.driver),
+        run=place.run or orders.run,
+        task_fd=place.fds[0],
+        state_fd=place.fds[1],
+        address=place.address,
+        shares=place.shares,
+    )
+    return msgspec.msgpack.encode(mine)
+
+
+def _situation(
+    job: ResolvedRun, launcher: Launcher, books: Bookkeeping, made: Plan, resume: int | None
+) -> Situation:
+    """What the supervisor knows before anything has happened."""
+    recovery = job.config.recovery
+    scored, enough = books.last_score()
+    return Situation(
+        wanted=made.workers.value,
+        least=job.workers[0] if isinstance(job.workers, tuple) else 1,
+        replaceable=launcher.traits.replaceable,
+        private=made.collective.value in PRIVATE,
+        restore=resume,
+        micro_batches=made.micro_batches.value,
+        most=most_workers(job, launcher, made),
+        journal=journal_of(books.book.changes),
+        limits=Limits(silent_s=recovery.silent_s, stuck_s=recovery.stuck_s, losses=recovery.losses),
+        rebalance=recovery.rebalance,
+        scored=scored,
+        enough=enough,
+        saved=-1 if resume is None else resume,
+    )
+
+
+def _supervise(supervisor: Supervisor, launcher: Launcher, books: Bookkeeping) -> Report:
+    """Until the run is over. Nothing of it is alive any more when its end is told."""
+    try:
+        with _asked_to_stop() as supervisor.requests.stop_asked:
+            outcome = supervisor.run()
+        launcher.stop()
+        if isinstance(outcome, Cause):
+            raise books.fail(outcome)
+        return books.finish(outcome)
+    except KeyboardInterrupt:
+        launcher.stop()
+        raise books.interrupted() from None
+    except OSError as error:  # ours: the disk under the run folder, most likely
+        launcher.stop()
+        raise books.fail(drivers_fault(error, books.progress.step)) from error
+
+
+@contextmanager
+def _folder(run: RunDir, *, new: bool) -> Generator[None]:
+    """A new run's folder; a request that turns out to be wrong leaves none behind."""
+    if new:
+        run.create()
+    try:
+        yield
+    except BaseException:
+        if new:
+            shutil.rmtree(run.root, ignore_errors=True)
+        raise
+
+
+@contextmanager
+def _asked_to_stop() -> Generator[Callable[[], bool]]:
+    """Ctrl-C, SIGTERM and SIGHUP ask the run to stop and save; a second one does not wait."""
+    asked = threading.Event()
+
+    def ask(number: int, frame: object) -> None:
+        if asked.is_set():
+            raise KeyboardInterrupt
+        asked.set()
+
+    if threading.current_thread() is not threading.main_thread():
+        yield asked.is_set
+        return
+    wanted = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    heeded = [s for s in wanted if signal.getsignal(s) is not signal.SIG_IGN]  # nohup stays nohup
+    before = {s: signal.signal(s, ask) for s in heeded}
+    try:
+        yield asked.is_set
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)

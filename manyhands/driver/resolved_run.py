@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From what was asked for to what is to be done: task found, config settled, folder named.
+
+What was asked for is a request (values/run_request.py); whatever is alive comes beside it.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from manyhands.checkpoint.commit import FolderStorage, newest_good
+from manyhands.driver.task_files import load, name_of, refuse_changes, reload
+from manyhands.launch.engines.launcher import Launcher
+from manyhands.planning.pace.deadline import Aim, read_aim
+from manyhands.planning.planner import read_workers
+from manyhands.training.state.memory import MOST_RANKS
+from manyhands.values import events
+from manyhands.values.config import RunConfig, from_dict, read_toml
+from manyhands.values.errors import ConfigError, RunDirError
+from manyhands.values.faults import FaultPlan
+from manyhands.values.run_request import Pace, ResumeRequest, RunRequest
+from manyhands.values.rundir import RunDir, new_run_path
+from manyhands.values.task import Loaded
+
+OnStep = Callable[[events.Stepped], object]
+
+Workers = int | tuple[int, int] | None
+"""A number, the least and the most, or as many as there is room for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attached:
+    """What a run is given that is alive: from Python alone."""
+
+    on_step: OnStep | None = None
+    """Called in this process with every logged step; giving it logs every step."""
+    launcher: Launcher | None = None
+    """One that the caller keeps warm for several runs."""
+    faults: FaultPlan | None = None
+    """Failures that are scheduled, for tests."""
+
+
+NOTHING_ATTACHED = Attached()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedRun:
+    """One run, after everything that was asked was made sense of."""
+
+    run: RunDir
+    loaded: Loaded
+    config: RunConfig
+    workers: Workers
+    aim: Aim | None = None
+    """A wished speed, which sets the number of workers."""
+    on_step: OnStep | None = None
+    quiet: bool = False
+    faults: FaultPlan = FaultPlan()
+    asked: float = field(default_factory=time.time)
+    given: frozenset[str] = frozenset()
+    """Settings given for this resume: they win over earlier live changes."""
+    changes: Mapping[int, dict[str, Any]] = field(default_factory=dict[int, dict[str, Any]])
+    """Settings that change after so many steps: of the run that is replayed."""
+    debug: tuple[int, int] | None = None
+    """Stop in a debugger at this micro-batch: (step, index)."""
+    notes: Sequence[str] = ()
+
+
+def resolve(request: RunRequest, attached: Attached) -> ResolvedRun:
+    """A run that begins."""
+    loaded, own = load(request.task)
+    config, given = own, request.config
+    if given is not None:
+        config = given if isinstance(given, RunConfig) else from_dict(given)
+    to = Path(request.to) if request.to else new_run_path(Path("runs"), name_of(loaded))
+    workers, aim = _how_many(request, request.asked)
+    return ResolvedRun(
+        run=RunDir(to),
+        loaded=loaded,
+        config=config.with_settings(request.settings),
+        workers=workers,
+        aim=aim,
+        on_step=attached.on_step,
+        quiet=request.quiet,
+        faults=attached.faults or FaultPlan(),
+        asked=request.asked,
+    )
+
+
+def resolve_again(
+    folder: RunDir, request: ResumeRequest, attached: Attached
+) -> tuple[ResolvedRun, int]:
+    """A run as it was, with what has changed, and the step to go on from."""
+    refuse_changes(request.settings)
+    config, _ = read_toml(folder.config)
+    loaded, notes = reload(folder, request.task)
+    step, problems = _step_to_go_on_from(folder)
+    workers, aim = _how_many(request, request.asked)
+    resolved = ResolvedRun(
+        run=folder,
+        loaded=loaded,
+        config=config.with_settings(request.settings),
+        workers=workers,
+        aim=aim,
+        on_step=attached.on_step,
+        quiet=request.quiet,
+        faults=attached.faults or FaultPlan(),
+        asked=request.asked,
+        given=frozenset(setting.partition("=")[0].strip() for setting in request.settings),
+        notes=[*notes, *(f"{p}; using step {step} instead" for p in problems)],
+    )
+    return resolved, step
+
+
+def _step_to_go_on_from(folder: RunDir) -> tuple[int, list[str]]:
+    """The newest good checkpoint, and what is wrong with newer ones, which are set aside."""
+    storage = FolderStorage(folder)
+    storage.sweep()
+    step, problems = newest_good(storage)
+    if step is None:
+        found = f" ({'; '.join(problems)})" if problems else ""
+        raise RunDirError(f"{folder.root} holds no checkpoint to resume from{found}.")
+    for newer in storage.steps():
+        if newer > step:
+            storage.set_aside(newer)
+    return step, problems
+
+
+def _how_many(pace: Pace, now: float) -> tuple[Workers, Aim | None]:
+    """Workers as they were given, or a speed for which they are chosen."""
+    workers = read_workers(pace.workers)
+    if pace.samples_per_second is None and pace.finish_by is None:
+        return workers, None
+    if isinstance(workers, int):
+        raise ConfigError(
+            f"--workers {workers} leaves nothing to choose: with --samples-per-second or "
+            f"--finish-by, write a range (--workers 1:{workers}) or leave it out."
+        )
+    return workers or (1, MOST_RANKS), read_aim(pace.samples_per_second, pace.finish_by, now)

@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The hosts of a run: this one, if it takes workers, and all that have joined.
+
+A host that is given up counts as dead with all its workers, whatever it does: nothing it says is
+heard any more, and other hosts' memory it could never write to. When it comes back it is new.
+"""
+
+import os
+import platform
+import socket
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import zmq
+
+from manyhands.launch.engines.launcher import HostNews, HostsNow, WorkerPlace
+from manyhands.launch.hosts.join_protocol import Blank, Load
+from manyhands.launch.hosts.join_server import JoinedHost, JoinServer
+from manyhands.launch.shipping.ship_files import pack_files
+from manyhands.values.credentials import write_token
+from manyhands.values.errors import RequestError
+from manyhands.values.version import VERSION
+from manyhands.values.world import Machine, machine, torch_version
+
+REST_S, MOST_REST_S = 10.0, 300.0
+"""How long a host that others could not reach stays away, the first time and at the most."""
+
+
+class HostStarter(Protocol):
+    """Something that was started to bring a host here, and is seen to end with the cluster."""
+
+    def close(self) -> None: ...
+
+
+class HostProvider(Protocol):
+    """Brings hosts as they are needed, and in place of those that are lost."""
+
+    def room(self) -> int:
+        """Cores that it could bring beyond those that are here."""
+        ...
+
+    def reserve(self, least: int, most: int, threads: int) -> None:
+        """Bring room for the least, or raise. Then look for the most; what is beyond that and has
+        been idle for a while is given back."""
+        ...
+
+    def news(self) -> list[HostNews]: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Listening:
+    """Where hosts can join."""
+
+    addresses: list[str]
+    port: int = 0
+    secret: bytes = b""
+    here: int | None = None
+    """Workers that this host takes; None: as many as it has cores, 0: none."""
+
+    @property
+    def shown(self) -> str:
+        """How this host is reached by others."""
+        first = self.addresses[0]
+        return own_address() if first in ("0.0.0.0", "::", "*") else first
+
+
+@dataclass(slots=True)
+class OtherHost:
+    """A host that has joined, and its workers."""
+
+    guest: JoinedHost
+    workers: dict[int, int] = field(default_factory=dict[int, int])
+    """worker → pid; 0 until it has started."""
+
+
+class JoinedHosts:
+    """The `Hosts` of a launcher on several hosts. Whoever has a part in bringing hosts here (over
+    ssh, or by Ray) is closed with it."""
+
+    def __init__(self, listening: Listening, task_fd: int) -> None:
+        self.listening, self.task_fd = listening, task_fd
+        self.here_slots = machine().cores if listening.here is None else listening.here
+        try:
+            self.server = JoinServer(listening.secret, listening.addresses, listening.port)
+        except zmq.ZMQError as error:
+            where = ", ".join(listening.addresses)
+            raise RequestError(f"cannot listen at {where}:{listening.port}: {error}") from error
+        self.others: dict[str, OtherHost] = {}
+        self.starters: list[HostStarter] = []
+        self.provider: HostProvider | None = None
+        self.ship: tuple[Path, ...] = ()
+        """What workers on other hosts find in their current directory."""
+        self.drops = Counter[str]()
+        self._marker: Path | None = None
+
+    # ---- the contract
+
+    @property
+    def grows(self) -> bool:
+        return self.provider is None  # who brings hosts is told how many are wanted
+
+    def inventory(self) -> Machine:
+        mine = machine()
+        guests = [host.guest.here for host in self.others.values()]
+        cores = self.here_slots + sum(g.slots for g in guests)
+        cores += 0 if self.provider is None else self.provider.room()
+        memory = mine.memory_bytes + sum(g.memory_bytes for g in guests)
+        return Machine(mine.host, max(1, cores), memory)
+
+    def reserve(self, least: int, most: int, threads: int = 1) -> None:
+        """Hosts come when somebody starts them, or are brought."""
+        if self.provider is not None:
+            self.provider.reserve(least, most, threads)
+
+    def load(self, task_bytes: int, run: Path, lease_s: float) -> None:
+        end = pack_files(self.ship, self.task_fd, task_bytes)
+        marker = run / f".here-{os.getpid()}-{time.time_ns():x}"
+        marker.touch()
+        self._marker = marker
+        write_token(run / "join.token", self.listening.secret)
+        files = task_bytes if end > task_bytes else 0
+        load = Load(str(run.absolute()), end, marker.name, lease_s, files)
+        self.server.load(load, self.task_fd)
+
+    def look(self) -> HostsNow:
+        now = time.monotonic()
+        ready = [h.guest.here.slots for h in self.others.values() if h.guest.settled is not None]
+        silent = {key: max(0.0, now - host.guest.heard) for key, host in self.others.items()}
+        return HostsNow(self.here_slots + sum(ready), silent)
+
+    def drop(self, at: str, because: str) -> None:
+        """Until it comes back as somebody new, each time later: it may be no better then."""
+        if at in self.others:
+            guest = self.others[at].guest
+            name, guest.settled = guest.here.name, None  # nobody is started there any more
+            self.drops[name] += 1
+            wait_s = min(MOST_REST_S, REST_S * 2 ** (self.drops[name] - 1))
+            self.server.drop(at, because, wait_s)
+
+    # ---- who comes and goes
+
+    def came(self, guest: JoinedHost) -> HostNews:
+        here = guest.here
+        if (problem := differs(here.version, here.torch, here.python)) is not None:
+            self.server.drop(guest.key, problem)
+            return HostNews(here.name, f"was turned away: {problem}")
+        self.others[guest.key] = OtherHost(guest)
+        room = f"{here.slots} worker{'s' * (here.slots != 1)}"
+        return HostNews(here.name, f"has joined, with room for {room}")
+
+    def place(self, taken: Counter[str], fds: tuple[int, int]) -> WorkerPlace:
+        """On the host with the largest part of its slots free; this one among equals. `taken` are
+        the workers of each host, `fds` the memory of this one."""
+        slots = {key: h.guest.here.slots for key, h in self.others.items() if h.guest.settled}
+        if self.here_slots or not slots:
+            slots = {"": self.here_slots, **slots}
+        # One that is leaving may still have its slot: then some host has one too many for a while.
+        key = max(slots, key=lambda key: 1 - taken[key] / max(1, slots[key]))
+        shown = self.listening.shown
+        if key == "":
+            return WorkerPlace(at="", fds=fds, address=shown, driver=shown)
+        guest = self.others[key].guest
+        assert guest.settled is not None
+        return WorkerPlace(
+            at=key,
+            fds=guest.settled.fds,
+            address=guest.here.address,
+            driver=shown,
+            run=guest.settled.run,
+            shares=guest.settled.shares,
+            name=guest.here.name,
+        )
+
+    # ---- how it ends
+
+    def unload(self) -> None:
+        """The run is over; its memory on other hosts is blanked."""
+        self.server.unload()
+        self.reserve(0, 0)
+        for key, host in self.others.items():
+            self.server.send(key, Blank())
+            host.workers.clear()
+        if self._marker is not None:
+            self._marker.unlink(missing_ok=True)
+            self._marker.with_name("join.token").unlink(missing_ok=True)
+            self._marker = None
+
+    def close(self) -> None:
+        self.server.close("the run is over")
+        for starter in self.starters:
+            starter.close()
+        if self.provider is not None:
+            self.provider.close()
+
+
+def differs(version: str, torch: str, python: str) -> str | None:
+    """Why a host cannot take part: other versions may compute other bits, or not know the code."""
+    if version != VERSION:
+        return f"it has manyhands {version}, this host has {VERSION}"
+    if torch.partition("+")[0] != torch_version().partition("+")[0]:
+        return f"it has torch {torch}, this host has {torch_version()}"
+    mine = platform.python_version()
+    if python.split(".")[:2] != mine.split(".")[:2]:
+        return f"it has Python {python}, this host has {mine}"
+    return None
+
+
+def own_address() -> str:
+    """An address of this host by which others are likely to reach it."""
+    for there in ("192.0.2.1", "2001:db8::1"):  # nothing is sent
+        family = socket.AF_INET6 if ":" in there else socket.AF_INET
+        try:
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect((there, 9))
+                return probe.getsockname()[0]
+        except OSError:
+            continue
+    return "127.0.0.1"

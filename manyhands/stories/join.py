@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`manyhands worker`: lending this host to a run elsewhere, until it is over."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from manyhands.launch.hosts.host_daemon import Offer, serve
+from manyhands.values.credentials import parse_token, read_token
+from manyhands.values.errors import RequestError
+from manyhands.values.world import machine
+
+
+def join(
+    where: str,
+    token_file: Path,
+    *,
+    slots: int | None,
+    name: str | None,
+    address: str | None,
+    patience_s: float,
+    tied: bool,
+    say: Callable[[str], None],
+) -> int:
+    """Join the run that listens at HOST:PORT. The token comes from its file, or with "-" from
+    standard input; `tied`: go when that ends. Returns the exit code."""
+    host, port = _host_and_port(where)
+    if str(token_file) == "-":
+        secret = parse_token(sys.stdin.readline(), "standard input")
+    else:
+        secret = read_token(token_file)
+    if slots is not None and slots < 1:
+        raise RequestError(f"--slots must be at least 1, got {slots}.")
+    mine = machine()
+    offer = Offer(
+        host=host,
+        port=port,
+        secret=secret,
+        slots=mine.cores if slots is None else slots,
+        name=name or mine.host,
+        address=address or "",
+        patience_s=patience_s,
+        tied=tied,
+    )
+    return serve(offer, say)
+
+
+def _host_and_port(text: str) -> tuple[str, int]:
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise RequestError(f"--join {text}: write it as HOST:PORT, as the run printed it.")
+    return host.strip("[]"), int(port)

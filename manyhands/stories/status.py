@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How runs are doing, from their folders alone. Imports no torch, so it answers at once."""
+
+from pathlib import Path
+from typing import Any
+
+from manyhands.checkpoint.commit import FolderStorage
+from manyhands.monitor.run_status import status as status_of
+from manyhands.values.rundir import open_run, runs_under
+
+
+def status(run: Path) -> dict[str, Any]:
+    folder = open_run(run)
+    return {**status_of(folder), "saved": FolderStorage(folder).steps()}
+
+
+def list_runs(under: Path) -> list[dict[str, Any]]:
+    """Oldest first; `began` in seconds since 1970."""
+    found: list[dict[str, Any]] = []
+    for run in runs_under(under):
+        now = status_of(run)
+        row = {key: now[key] for key in ("run", "state", "step", "total_steps")}
+        found.append(row | {"scores": now.get("scores", {}), "began": run.config.stat().st_ctime})
+    return found

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options, written once: a group is a frozen dataclass whose fields have their help underneath.
+
+From a group come the parameters of the Python function that takes it (`taking`), the command line's
+options (`cli/command_options.py`) and the tables in the docs (`tests/test_docs.py` compares them).
+Groups are never constructed themselves: a request inherits those that it needs, and is final.
+
+    @dataclass(frozen=True, kw_only=True)
+    class Pace:
+        workers: int | str | None = option(None, cli=str, metavar="N or MIN:MAX")
+        \"\"\"How many workers.\"\"\"
+"""
+
+import ast
+import functools
+import inspect
+import textwrap
+from collections.abc import Callable, Mapping
+from dataclasses import Field, dataclass, field, fields
+from functools import cache
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class CommandOption:
+    """How a field is given on the command line."""
+
+    type: Any
+    """Of one value there: str, int, float, bool, Path."""
+    many: bool = False
+    """May be given several times."""
+    flags: tuple[str, ...] = ()
+    """Left out: the field's own name."""
+    metavar: str | None = None
+    argument: bool = False
+    """By its place, not by its name."""
+    panel: str | None = None
+    """Under which heading --help lists it."""
+
+
+def option(
+    default: Any,
+    *,
+    cli: Any,
+    many: bool = False,
+    flags: tuple[str, ...] = (),
+    metavar: str | None = None,
+    panel: str | None = None,
+) -> Any:
+    """A field that the command line has too. A plain field is for Python alone."""
+    how = CommandOption(cli, many, flags, metavar, panel=panel)
+    return field(default=default, metadata={"cli": how})
+
+
+def argument(cli: Any, metavar: str, *, many: bool = False) -> Mapping[str, CommandOption]:
+    """The metadata of a field that both Python and the command line know by its place."""
+    return {"cli": CommandOption(cli, many, (), metavar, argument=True)}
+
+
+def command_option(of: "Field[Any]") -> CommandOption | None:
+    return of.metadata.get("cli")
+
+
+@cache
+def help_texts(group: type) -> Mapping[str, str]:
+    """Field → the text underneath it, also of the groups that it inherits."""
+    found: dict[str, str] = {}
+    for kind in reversed(group.__mro__[:-1]):
+        body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
+        assert isinstance(body, ast.ClassDef)
+        for line, following in zip(body.body, body.body[1:], strict=False):
+            if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
+                match following:
+                    case ast.Expr(value=ast.Constant(value=str(text))):
+                        found[line.target.id] = " ".join(text.split())
+                    case _:
+                        pass
+    return {each.name: found.get(each.name, "") for each in fields(group)}
+
+
+def taking(request: Callable[P, T]) -> Callable[[Callable[[T], R]], Callable[P, R]]:
+    """Makes of a function of a request one that takes the request's fields as parameters."""
+
+    def made(function: Callable[[T], R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            return function(request(*args, **kwargs))
+
+        result = inspect.signature(function).return_annotation
+        signature = inspect.signature(request).replace(return_annotation=result)
+        call.__signature__ = signature  # type: ignore[attr-defined]
+        return call
+
+    return made
