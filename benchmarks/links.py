@@ -27,7 +27,8 @@ import torch
 from rows import Metric, Wanted, console
 
 from manyhands.training.collective.collective import Collective
-from manyhands.training.collective.sockets import Door, Sockets
+from manyhands.training.collective.handshake import PeerListener
+from manyhands.training.collective.sockets import Sockets
 from manyhands.training.collective.torch_group import TorchGroup, torch_distributed
 from manyhands.training.state.layout import Bounds
 from manyhands.values.world import World
@@ -55,7 +56,7 @@ Call = Callable[[], object]
 class Host:
     def __init__(self, rank: int, doors: Connection, rendezvous: Path) -> None:
         torch.set_num_threads(1)  # as in a worker
-        self.rank, door = rank, Door()
+        self.rank, door = rank, PeerListener()
         doors.send(door.address)
         world, patience = World(rank, HOSTS, (1,) * HOSTS), Patient()
         self.group = TorchGroup(

@@ -42,14 +42,15 @@ def manyhands(
     """The command line in this process, with the warm launcher; returns (exit code, out, err)."""
     from contextlib import contextmanager
 
-    from manyhands.cli import commands
+    from manyhands.driver.resolved_run import Attached
+    from manyhands.stories import early_start
 
     @contextmanager
-    def warm(engine: str, quiet: bool, wish: object = None):
-        yield launcher
+    def warm(where: object):
+        yield Attached(launcher=launcher)
         launcher.stop()
 
-    monkeypatch.setattr(commands, "_started_early", warm)
+    monkeypatch.setattr(early_start, "started_early", warm)
 
     def call(*arguments: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["manyhands", *map(str, arguments)])

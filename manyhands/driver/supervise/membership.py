@@ -10,7 +10,8 @@ notes that it did, and asks again until the answer is Wait. A worker goes throug
 | situation                                           | decision                                 |
 |-----------------------------------------------------|------------------------------------------|
 | an error that would only come again                 | GiveUp, with the first cause             |
-| too many losses without a step between them         | GiveUp                                   |
+| too many losses without a step between them, or     | GiveUp                                   |
+| nobody stays and nobody can be started              |                                          |
 | a worker is silent, stuck, or computes wrongly      | Fence: kill it; its Exit must be seen    |
 | fewer workers than wanted                           | Start                                    |
 | two hosts that answer us cannot reach each other    | Drop one of them                         |
@@ -98,7 +99,8 @@ def _hopeless(now: Situation) -> Cause | None:
     ended = [w for w in now.workers.values() if w.phase == "gone" and w.left is None]
     if not now.replaceable and ended and not may_still_explain(ended[-1]):
         return cause_of_loss(now, ended[-1])
-    anybody = any(w.alive for w in now.workers.values())
+    # Who was told to go is no reason to hope: nobody can be started to take its place.
+    anybody = any(w.alive and (now.stop or not w.leaving) for w in now.workers.values())
     never_worked = now.failed_starts >= MOST_FAILED_STARTS and not (now.begun and anybody)
     if ended and (never_worked or now.losses > now.limits.losses):
         return cause_of_loss(now, min(ended, key=lambda w: w.ended_s))

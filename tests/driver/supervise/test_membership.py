@@ -70,6 +70,8 @@ TABLE: list[tuple[str, Situation, list[str]]] = [
     ("survivors keep their order", now(WAITING, READY, GONE, READY, of=(3, 2, 1), broken=BROKEN),
      ["view 2 of 3, 1, 0: rank 1 is gone"]),
     ("fewer than wanted go on", now(READY, GONE, broken=BROKEN, failed_starts=3), ["view 2 of 0"]),
+    ("... but not with those who go", now(GOING, GONE, broken=BROKEN, failed_starts=3),
+     [f"give up on 1: {KILLED}"]),
     ("too few wait", now(READY, GONE, READY, STARTING, broken=BROKEN, least=3), []),
     ("one dies while others halt", now(READY, GONE, IN, STARTING, halted="-"), ["break: rank 1"]),
     ("a second dies in a recovery", now(READY, GONE, GONE, broken=BROKEN),
