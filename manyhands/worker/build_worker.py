@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything a worker trains with: model, optimizer, data and the strategy, each from the task and
+nothing else."""
+
+import pdb
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from manyhands.data.reading.feed import Feed
+from manyhands.data.reading.records import Records, make_ready, open_data, share
+from manyhands.launch.shipping import ship_task
+from manyhands.launch.wire.channel import WorkerChannel
+from manyhands.training import build
+from manyhands.training.collective.collective import PRIVATE
+from manyhands.training.collective.handshake import PeerListener
+from manyhands.training.compute.micro_batch_gradient import LossFn
+from manyhands.training.compute.seeds import seed_everything
+from manyhands.training.state.memory import Memory
+from manyhands.training.state.replica import Replica
+from manyhands.training.sync.sync import Auditor, Moment, Sync
+from manyhands.values.messages import Measured
+from manyhands.values.orders import Orders
+from manyhands.values.task import Task
+from manyhands.worker import agreement
+from manyhands.worker.watched_feed import WatchedFeed
+
+if TYPE_CHECKING:
+    from manyhands.data.fetching.sharing import Sharing
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerParts:
+    task: Task
+    loss: LossFn
+    device: torch.device
+    replica: Replica
+    feed: WatchedFeed
+    held_out: Records | None
+    sharing: "Sharing | None"
+    """Its part in the exchange of shards between hosts."""
+    auditor: Auditor
+    sync: Sync
+    built: bytes
+    """What the model and the data look like, for others to compare with theirs."""
+
+
+def build_worker(
+    orders: Orders, channel: WorkerChannel, listener: PeerListener, moment: Moment
+) -> WorkerParts:
+    train = orders.config.train
+    task = ship_task.unpack(orders.parcel, orders.task_fd)
+    loss = _loss(task, orders, channel)
+    device = build.choose_device(train, orders.worker)
+    memory = Memory(None if orders.collective in PRIVATE else orders.state_fd)
+    replica = build.replica(task, train, memory, device)
+
+    def fetched(done: int, total: int) -> None:
+        """Before it has joined; so that nobody thinks it will not come."""
+        channel.pulse.progress += 1
+
+    records, held_out = open_data(task.data, task.held_out, orders.config.data)
+    make_ready(records, held_out, workers=1, fetch="missing", progress=fetched)
+    feed = Feed(
+        records,
+        seed=train.seed,
+        batch=train.batch,
+        micro_batch=train.micro_batch_size,
+        seeder=seed_everything,
+    )
+    drag = partial(orders.faults.drag, orders.order)
+    watched = WatchedFeed(feed, channel, device, moment, drag)
+    auditor = agreement.Recheck(replica, watched, loss, train, moment)
+    rendezvous = Path(orders.run) / ".rendezvous"
+    peers = build.PeerAccess(
+        listener, orders.secret, rendezvous, _telling_of_links(replica, channel)
+    )
+    collective = build.collective(
+        orders.collective,
+        train,
+        memory,
+        device=device,
+        reach=peers,
+        patience=channel.waiting,
+    )
+    sync = build.strategy(
+        train, replica, memory, collective, heard=channel.heard, moment=moment, auditor=auditor
+    )
+    built = agreement.describe(replica, records)
+    at = listener.address.rpartition(":")[0]
+    sharing = share(records, held_out, orders.config.data, orders.secret, at)
+    return WorkerParts(
+        task, loss, device, replica, watched, held_out, sharing, auditor, sync, built
+    )
+
+
+def _loss(task: Task, orders: Orders, channel: WorkerChannel) -> LossFn:
+    """The task's; or the same in a debugger, when its micro-batch has come."""
+    assert task.loss is not None
+    loss = task.loss
+    if orders.debug is None:
+        return loss
+
+    def debugged(model: torch.nn.Module, batch: Any) -> Any:
+        if channel.pulse.current != orders.debug:
+            return loss(model, batch)
+        return pdb.Pdb(nosigint=True).runcall(loss, model, batch)
+
+    return debugged
+
+
+def _telling_of_links(
+    replica: Replica, channel: WorkerChannel
+) -> Callable[[list[tuple[int, float, float]]], None]:
+    """What was measured between hosts is told to the supervisor."""
+
+    def tell(links: list[tuple[int, float, float]]) -> None:
+        lanes = replica.layout.trainable_sizes
+        size = sum(dtype.itemsize * count for dtype, count in lanes.items())
+        channel.send(Measured(worker=channel.pulse.worker, links=links, gradient_bytes=size))
+
+    return tell

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What happens after a step, on every worker: settings that change, the log, scores, checkpoints,
+and leaving the loop when all have been asked to."""
+
+import math
+from collections.abc import Callable
+
+from manyhands.checkpoint.saver import Content, Saver
+from manyhands.launch.wire.channel import WorkerChannel
+from manyhands.training.compute.nondeterminism import PlainState
+from manyhands.training.loop import Hook
+from manyhands.training.state.replica import Replica, StepFacts
+from manyhands.values.config import live_settings
+from manyhands.values.messages import View
+from manyhands.values.orders import Orders
+from manyhands.values.world import World
+from manyhands.worker import checkpoint_part
+from manyhands.worker.build_worker import WorkerParts
+from manyhands.worker.scoring import evaluation_of, my_batches, score_together
+
+ALL_DONE = "all steps are done"
+
+
+class StepHooks:
+    def __init__(
+        self,
+        orders: Orders,
+        parts: WorkerParts,
+        channel: WorkerChannel,
+        saver: Saver,
+        moment: Callable[[str], None],
+        tell: Callable[[str], None],
+    ) -> None:
+        self.orders, self.config, self.parts = orders, orders.config, parts
+        self.channel, self.saver, self.moment, self.tell = channel, saver, moment, tell
+        self.because = ALL_DONE
+        """Why training ended."""
+        self.halting = False
+        """All leave the loop, and take their places in another view."""
+        self.scored_at = self.saved_at = self.logged = -1
+        self.plain: PlainState | None = None
+        """What a model has that no worker knows of another; looked at around the first step."""
+
+    def enter(self, view: View, world: World) -> None:
+        """With the state that the members of a view have come to."""
+        self.view, self.world, self.halting = view, world, False
+        self.scored_at, self.saved_at = view.scored, view.saved
+        self.configure()
+
+    def configure(self) -> None:
+        """Settings that have changed since the run began, and are not the optimizer's."""
+        replica, pulse = self.parts.replica, self.channel.pulse
+        due = [s for at, s in sorted(self.view.journal.items()) if at <= replica.step]
+        settings = [live_settings(s) for s in (*due, self.view.changes)]
+        self.config = self.orders.config.with_settings([s for some in settings for s in some])
+        replica.clip_norm = self.config.train.clip_norm
+        if self.orders.log_every != 1:  # somebody watches every step
+            pulse.log_every = self.config.log.every_steps
+
+    def catch_up(self) -> bool:
+        """What is due after the step at which this view begins, and was not done before it.
+
+        True: it was the last one.
+        """
+        replica, facts = self.parts.replica, self.parts.replica.facts
+        if facts is not None and facts.step == replica.step - 1 and self.logged < replica.step:
+            self._log(replica, facts)
+        if self.view.stop and replica.step < self.orders.steps:
+            self.because = "stopped"
+            return True
+        if self.view.scored == replica.step and self.view.enough is not None:
+            self.because = self.view.enough
+            return True
+        if replica.step == 0:
+            return False
+        enough = self.scored_at != replica.step and self._evaluate_when_due(replica)
+        if self.saved_at != replica.step:
+            self._save_when_due(replica)
+        return bool(enough)
+
+    def all(self) -> list[Hook]:
+        return [
+            self._reconfigure,
+            self._log,
+            self._evaluate_when_due,
+            self._save_when_due,
+            self._leave_when_asked,
+        ]
+
+    def finish(self) -> None:
+        """The last step is always scored (unless a person stopped it) and always saved."""
+        replica = self.parts.replica
+        if self.saved_at != replica.step:
+            self._save(replica)
+        self.saver.drain()  # before scoring: whatever a score does, the weights are safe
+        wanted = self.parts.held_out is not None and self.because != "stopped"
+        if wanted and self.scored_at != replica.step:
+            self._evaluate(replica)
+
+    # ---- the hooks
+
+    def _reconfigure(self, replica: Replica, facts: StepFacts) -> None:
+        if replica.step in self.view.journal:
+            self.configure()
+
+    def _log(self, replica: Replica, facts: StepFacts) -> None:
+        self.saver.check()
+        pulse = self.channel.pulse
+        epoch = self.parts.feed.epochs_done(replica.step)
+        lr = float(replica.optimizer.param_groups[0].get("lr", math.nan))
+        pulse.stepped(replica.step, epoch, facts.loss, lr, facts.records, dict(facts.numbers))
+        first, self.logged = self.logged < 0, replica.step
+        if first:  # people wait for the first sign of life
+            self.channel.send(pulse.beat())
+            for note in self.plain.changed() if self.plain is not None else ():
+                self.tell(note)
+
+    def _evaluate_when_due(self, replica: Replica, facts: StepFacts | None = None) -> bool:
+        evaluate = self.config.evaluate
+        if evaluate is None or self.parts.held_out is None:
+            return False
+        every = evaluate.every_steps or self.parts.feed.steps_per_epoch
+        return replica.step % every == 0 and self._evaluate(replica)
+
+    def _evaluate(self, replica: Replica) -> bool:
+        """Score the held-out records together; True when the supervisor says to stop."""
+        parts, world = self.parts, self.world
+        assert parts.held_out is not None
+        evaluation = evaluation_of(parts.task, self.config)
+        batches = my_batches(parts.held_out, self.config, world, parts.device)
+        reason = score_together(evaluation, replica, batches, self.channel, leads=world.leads)
+        self.scored_at = replica.step
+        self.because = reason or self.because
+        return reason is not None
+
+    def _save_when_due(self, replica: Replica, facts: StepFacts | None = None) -> None:
+        checkpoint = self.config.checkpoint
+        if checkpoint is not None and replica.step % checkpoint.every_steps == 0:
+            self._save(replica)
+
+    def _save(self, replica: Replica) -> None:
+        self.moment("save")
+        contents: list[Content] = []
+        if self.world.host == 0:
+            held = self.parts.sync.held()
+            contents.append(checkpoint_part.optimizer_part(self.orders.worker, held.entries))
+        if self.world.leads:
+            contents += checkpoint_part.common_part(replica)
+        self.saver.save(replica.step, self.view.generation, contents)
+        self.saved_at = replica.step
+
+    def _leave_when_asked(self, replica: Replica, facts: StepFacts) -> bool:
+        """All have heard the same Halt, so all leave after the same step."""
+        done = replica.step >= self.orders.steps or self.because != ALL_DONE
+        self.halting = facts.agreed > self.view.halts and not done
+        return self.halting
