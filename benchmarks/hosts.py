@@ -222,20 +222,21 @@ def exchange_s(net: Network, name: str) -> float:
     numel = sum(p.numel() for p in WORKS[name].model().parameters())
     code = """
 import statistics, sys, threading, time, torch
-from manyhands.training.collective.sockets import Door, Links
+from manyhands.training.collective.handshake import PeerListener
+from manyhands.training.collective.sockets import Sockets
 from manyhands.values.world import World
 rank, numel, mine = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 class Patient:
     def broken(self): return False
     def __enter__(self): ...
     def __exit__(self, *error): ...
-door = Door(mine)
-print(door.address, flush=True)
+listener = PeerListener(mine)
+print(listener.address, flush=True)
 addresses = sys.stdin.readline().split()
 slots = [{torch.float32: torch.ones(numel)}]
 half = numel // 2
 owned = [{torch.float32: (0, half)}, {torch.float32: (half, numel)}]
-links = Links(World(rank, 2, (1, 1)), slots, door=door, addresses=addresses, generation=1,
+links = Sockets(World(rank, 2, (1, 1)), slots, listener=listener, addresses=addresses, generation=1,
               secret=bytes(32), patience=Patient())
 took = []
 for _ in range(8):

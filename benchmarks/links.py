@@ -54,10 +54,10 @@ Call = Callable[[], object]
 
 
 class Host:
-    def __init__(self, rank: int, doors: Connection, rendezvous: Path) -> None:
+    def __init__(self, rank: int, listeners: Connection, rendezvous: Path) -> None:
         torch.set_num_threads(1)  # as in a worker
-        self.rank, door = rank, PeerListener()
-        doors.send(door.address)
+        self.rank, listener = rank, PeerListener()
+        listeners.send(listener.address)
         world, patience = World(rank, HOSTS, (1,) * HOSTS), Patient()
         self.group = TorchGroup(
             world,
@@ -70,8 +70,8 @@ class Host:
         self.links = Sockets(
             world,
             [],
-            door=door,
-            addresses=doors.recv(),
+            listener=listener,
+            addresses=listeners.recv(),
             generation=1,
             secret=bytes(32),
             patience=patience,
@@ -120,16 +120,16 @@ class Host:
         return calls / (time.perf_counter() - started)
 
 
-def host(rank: int, doors: Connection, rendezvous: Path, rounds: int, seconds: float) -> None:
-    here = Host(rank, doors, rendezvous)
+def host(rank: int, listeners: Connection, rendezvous: Path, rounds: int, seconds: float) -> None:
+    here = Host(rank, listeners, rendezvous)
     for _ in range(rounds):
         for work in (MESSAGE, *SIZES):
             calls = here.gathering() if work == MESSAGE else here.summing(SIZES[work])
             for name, call in calls.items():
-                doors.send((work, name, here.per_second(call, seconds)))
+                listeners.send((work, name, here.per_second(call, seconds)))
     here.links.close()
     here.group.close()
-    doors.close()
+    listeners.close()
 
 
 def measure(under: Path, rounds: int, seconds: float) -> rows.Samples:
@@ -141,9 +141,9 @@ def measure(under: Path, rounds: int, seconds: float) -> rows.Samples:
         arguments = (rank, theirs, under / "rendezvous", rounds, seconds)
         spawn.Process(target=host, args=arguments, daemon=True).start()
         theirs.close()
-    doors = [line.recv() for line in lines]
+    listeners = [line.recv() for line in lines]
     for line in lines:
-        line.send(doors)
+        line.send(listeners)
     samples: rows.Samples = {}
     try:
         while True:

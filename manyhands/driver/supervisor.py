@@ -239,7 +239,7 @@ class Supervisor:
         generation = now.view.generation if now.view else 0
         worker = now.workers.get(message.worker)
         if worker is None:
-            self.channel.strangers.count()
+            self.channel.refusals.count()
             return
         # These may be read after its end was seen.
         last_words = Begun | Beat | Scored | Trouble | Notice | Left | Written
@@ -252,7 +252,7 @@ class Supervisor:
         match message:
             case Hello():
                 worker.pid, worker.host, worker.built = message.pid, message.host, message.built
-                worker.door = message.door
+                worker.peer_address = message.peer_address
                 worker.cache, worker.shards = message.cache, message.shards
                 self.liveness.enter(worker, "waiting")
                 now.failed_starts = 0
@@ -391,7 +391,7 @@ class Supervisor:
             self.now.saved = self.now.restore = max(self.now.saved, message.step)
 
     def _report(self) -> None:
-        if (text := self.channel.strangers.words()) is not None:
+        if (text := self.channel.refusals.words()) is not None:
             self.books.event(events.Warned(text=text))
         view = self.now.view
         if view is None:

@@ -57,7 +57,7 @@ def replica(task: Task, train: TrainConfig, memory: Memory, device: torch.device
 class PeerAccess:
     """How this worker is reached by those of other hosts, and how they know each other."""
 
-    door: PeerListener
+    listener: PeerListener
     secret: bytes
     rendezvous: Path
     measured: Callable[[list[tuple[int, float, float]]], None]
@@ -110,7 +110,7 @@ def _between(
                 slots,
                 backend=kind,
                 rendezvous=path,
-                address=reach.door.address.rpartition(":")[0].strip("[]"),
+                address=reach.listener.address.rpartition(":")[0].strip("[]"),
                 device=device,
                 patience=patience,
             )
@@ -120,7 +120,7 @@ def _between(
             links = Sockets(
                 hosts,
                 slots,
-                door=reach.door,
+                listener=reach.listener,
                 addresses=place.addresses,
                 generation=generation,
                 secret=reach.secret,

@@ -48,7 +48,7 @@ class Hello(Message, frozen=True):
     pid: int
     host: str
     built: bytes
-    door: str = ""
+    peer_address: str = ""
     """Where workers of other hosts reach it."""
     cache: str = ""
     """Which folder of shards it serves to other hosts, if it does, ..."""
@@ -252,7 +252,7 @@ class View(Message, frozen=True):
     because: str
     hosts: list[int] = []
     """How many members share the memory of each host, in the order of ranks; empty: all do."""
-    doors: list[str] = []
+    peer_addresses: list[str] = []
     """Where each host is reached by the others."""
     keepers: list[Keeper] = []
     """Where shards of prepared data are to be had."""

@@ -61,7 +61,7 @@ def build_worker(
 
     def fetched(done: int, total: int) -> None:
         """Before it has joined; so that nobody thinks it will not come."""
-        channel.pulse.progress += 1
+        channel.heartbeat.progress += 1
 
     records, held_out = open_data(task.data, task.held_out, orders.config.data)
     make_ready(records, held_out, workers=1, fetch="missing", progress=fetched)
@@ -106,7 +106,7 @@ def _loss(task: Task, orders: Orders, channel: WorkerChannel) -> LossFn:
         return loss
 
     def debugged(model: torch.nn.Module, batch: Any) -> Any:
-        if channel.pulse.current != orders.debug:
+        if channel.heartbeat.current != orders.debug:
             return loss(model, batch)
         return pdb.Pdb(nosigint=True).runcall(loss, model, batch)
 
@@ -121,6 +121,6 @@ def _telling_of_links(
     def tell(links: list[tuple[int, float, float]]) -> None:
         lanes = replica.layout.trainable_sizes
         size = sum(dtype.itemsize * count for dtype, count in lanes.items())
-        channel.send(Measured(worker=channel.pulse.worker, links=links, gradient_bytes=size))
+        channel.send(Measured(worker=channel.heartbeat.worker, links=links, gradient_bytes=size))
 
     return tell

@@ -35,7 +35,7 @@ class CarriedStorage:
                 _check(self.line.answer(waiting.popleft()))
             number = self.line.ask(
                 StoreFile(
-                    worker=self.line.pulse.worker,
+                    worker=self.line.heartbeat.worker,
                     number=self.line.new_number(),
                     step=step,
                     attempt=attempt,
@@ -62,7 +62,7 @@ class CarriedStorage:
 def fetch_step(line: WorkerChannel, run: RunDir, step: int) -> Path:
     """A committed step of the run, copied to this host; its bytes are checked. Every worker has a
     copy of its own, and nothing in it is of another try."""
-    mine = RunDir(run.root / f"fetched-{line.pulse.worker}")
+    mine = RunDir(run.root / f"fetched-{line.heartbeat.worker}")
     shutil.rmtree(mine.root, ignore_errors=True)
     folder = mine.step(step)
     folder.mkdir(parents=True)
@@ -82,7 +82,7 @@ def fetch(line: WorkerChannel, path: str, to: Path) -> None:
         while True:
             number = line.ask(
                 ReadFile(
-                    worker=line.pulse.worker,
+                    worker=line.heartbeat.worker,
                     number=line.new_number(),
                     path=path,
                     offset=out.tell(),
@@ -90,7 +90,7 @@ def fetch(line: WorkerChannel, path: str, to: Path) -> None:
                 )
             )
             data = _check(line.answer(number))
-            line.pulse.progress += 1
+            line.heartbeat.progress += 1
             if not data:
                 return
             out.write(data)

@@ -30,7 +30,7 @@ def saver(
         listed = [SavedFile(name, f.size_bytes, f.sha256) for name, f in files.items()]
         line.send(
             Written(
-                worker=line.pulse.worker,
+                worker=line.heartbeat.worker,
                 step=step,
                 attempt=attempt,
                 files=listed,
@@ -39,7 +39,7 @@ def saver(
         )
 
     def progress() -> None:
-        line.pulse.progress += 1
+        line.heartbeat.progress += 1
 
     return Saver(FolderStorage(run) if shares else CarriedStorage(line), written, progress)
 

@@ -73,9 +73,9 @@ class TrainingWorker:
     def __init__(self, orders: Orders) -> None:
         self.orders, self.number = orders, orders.worker
         self.run = RunDir(Path(orders.run))
-        self.pulse = Heartbeat(orders.worker, log_every=orders.log_every)
+        self.heartbeat = Heartbeat(orders.worker, log_every=orders.log_every)
         assert orders.keys is not None
-        self.channel = WorkerChannel(orders.keys, self.pulse)
+        self.channel = WorkerChannel(orders.keys, self.heartbeat)
         self.listener = PeerListener(orders.address)
         self.refusals = WatchedListener(self.listener, self.tell)
         self.world = World(0, 1)
@@ -105,7 +105,7 @@ class TrainingWorker:
             except errors.Broken as error:
                 broken, lost = True, error.lost
                 self._log_line(f"view {view.generation} is over: {error}")
-            self.channel.send(self.pulse.beat())  # what was done, before what is to come
+            self.channel.send(self.heartbeat.beat())  # what was done, before what is to come
             self.channel.send(
                 Ready(
                     worker=self.number,
@@ -127,7 +127,7 @@ class TrainingWorker:
                 pid=os.getpid(),
                 host=machine().host,
                 built=parts.built,
-                door=self.listener.address,
+                peer_address=self.listener.address,
                 cache=shared.identity if shared is not None else "",
                 shards=shared.address if shared is not None else "",
             )
@@ -143,8 +143,8 @@ class TrainingWorker:
         rank = view.rank_of(self.number)
         assert rank is not None
         self.world = view.world_of(rank)
-        self.pulse.leads = self.world.leads
-        self.pulse.forget_times()
+        self.heartbeat.leads = self.world.leads
+        self.heartbeat.forget_times()
         self.replica.changes = view.journal
         self._compare(view, parts)
         self._look_after_data(view, parts)
@@ -153,7 +153,7 @@ class TrainingWorker:
             self.world,
             view.generation,
             tuple(view.speeds),
-            tuple(view.doors),
+            tuple(view.peer_addresses),
             view.measure,
             changes=view.changes,
         )
@@ -165,7 +165,7 @@ class TrainingWorker:
             self.sync.regroup(place)
         finally:
             self.refusals.tell()
-        self.pulse.step = self.replica.step
+        self.heartbeat.step = self.replica.step
         self.hooks.enter(view, self.world)
         if self.world.leads:
             self.channel.send(
@@ -273,7 +273,7 @@ class TrainingWorker:
 
     def finish(self) -> None:
         self.hooks.finish()
-        self.channel.send(self.pulse.beat())
+        self.channel.send(self.heartbeat.beat())
         build.leave(self.orders.collective)  # first: who has left may be killed
         self.channel.send(
             Left(
@@ -281,7 +281,7 @@ class TrainingWorker:
                 step=self.replica.step,
                 because=self.hooks.because,
                 peak_memory_bytes=peak_memory_bytes(),
-                loss=self.pulse.loss,
+                loss=self.heartbeat.loss,
             )
         )
         self.sync.close()  # last: gloo has been seen to hang in it, and by now nobody minds
@@ -297,7 +297,7 @@ class TrainingWorker:
             assert self.parts is not None, "asked only when there is a feed"
             return self.parts.feed.ids(step, index)
 
-        self.channel.send(trouble_of(error, self.pulse, self.world.rank, ids))
+        self.channel.send(trouble_of(error, self.heartbeat, self.world.rank, ids))
 
     def _log_line(self, text: str) -> None:
         with suppress(OSError):  # the disk may be what is full

@@ -76,13 +76,15 @@ def score_together(
     """Score the held-out records with the other workers; returns the reason to stop, if any."""
     replica.buffers.show()
     results = scores.measure(evaluation, replica.model, _watched(batches, line))
-    step, pulse = replica.step, line.pulse
+    step, heartbeat = replica.step, line.heartbeat
     round = f"evaluate-{step}"
-    line.send(RoundPart(worker=pulse.worker, round=round, payload=scores.encode(results)))
+    line.send(RoundPart(worker=heartbeat.worker, round=round, payload=scores.encode(results)))
     if leads:
         found = scores.combine(evaluation, scores.decode(line.reply(round).parts))
-        line.send(pulse.beat())  # the steps before the scores of the last of them
-        line.send(Scored(worker=line.pulse.worker, step=step, round=f"scores-{step}", scores=found))
+        line.send(heartbeat.beat())  # the steps before the scores of the last of them
+        line.send(
+            Scored(worker=line.heartbeat.worker, step=step, round=f"scores-{step}", scores=found)
+        )
     return line.reply(f"scores-{step}").stop
 
 
@@ -92,4 +94,4 @@ def _watched(
     for batch in batches:
         line.stop_if_broken()
         yield batch
-        line.pulse.progress += 1
+        line.heartbeat.progress += 1

@@ -49,13 +49,13 @@ class StepHooks:
 
     def configure(self) -> None:
         """Settings that have changed since the run began, and are not the optimizer's."""
-        replica, pulse = self.parts.replica, self.channel.pulse
+        replica, heartbeat = self.parts.replica, self.channel.heartbeat
         due = [s for at, s in sorted(self.view.journal.items()) if at <= replica.step]
         settings = [live_settings(s) for s in (*due, self.view.changes)]
         self.config = self.orders.config.with_settings([s for some in settings for s in some])
         replica.clip_norm = self.config.train.clip_norm
         if self.orders.log_every != 1:  # somebody watches every step
-            pulse.log_every = self.config.log.every_steps
+            heartbeat.log_every = self.config.log.every_steps
 
     def catch_up(self) -> bool:
         """What is due after the step at which this view begins, and was not done before it.
@@ -105,13 +105,13 @@ class StepHooks:
 
     def _log(self, replica: Replica, facts: StepFacts) -> None:
         self.saver.check()
-        pulse = self.channel.pulse
+        heartbeat = self.channel.heartbeat
         epoch = self.parts.feed.epochs_done(replica.step)
         lr = float(replica.optimizer.param_groups[0].get("lr", math.nan))
-        pulse.stepped(replica.step, epoch, facts.loss, lr, facts.records, dict(facts.numbers))
+        heartbeat.stepped(replica.step, epoch, facts.loss, lr, facts.records, dict(facts.numbers))
         first, self.logged = self.logged < 0, replica.step
         if first:  # people wait for the first sign of life
-            self.channel.send(pulse.beat())
+            self.channel.send(heartbeat.beat())
             for note in self.plain.changed() if self.plain is not None else ():
                 self.tell(note)
 

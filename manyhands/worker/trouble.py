@@ -17,22 +17,22 @@ class WatchedListener:
     """Tells, once in a while, of connections that were refused because they were none of ours."""
 
     def __init__(
-        self, door: PeerListener, say: Callable[[str], None], every_s: float = 10.0
+        self, listener: PeerListener, say: Callable[[str], None], every_s: float = 10.0
     ) -> None:
-        self.door, self.say, self.every_s = door, say, every_s
+        self.listener, self.say, self.every_s = listener, say, every_s
         self.told, self.told_at = 0, -math.inf
 
     def tell(self) -> None:
-        count, now = self.door.strangers - self.told, time.monotonic()
+        count, now = self.listener.strangers - self.told, time.monotonic()
         if count and now - self.told_at >= self.every_s:
-            self.told, self.told_at = self.door.strangers, now
+            self.told, self.told_at = self.listener.strangers, now
             were = "connection was" if count == 1 else "connections were"
-            why = self.door.last_stranger
-            self.say(f"{count} {were} refused at {self.door.address}, the last because {why}")
+            why = self.listener.last_stranger
+            self.say(f"{count} {were} refused at {self.listener.address}, the last because {why}")
 
 
 def trouble_of(
-    error: BaseException, pulse: Heartbeat, rank: int, ids: Callable[[int, int], list[int]]
+    error: BaseException, heartbeat: Heartbeat, rank: int, ids: Callable[[int, int], list[int]]
 ) -> Trouble:
     """What went wrong here, for the supervisor. `ids` are those of a `WatchedFeed`."""
     index, records, symptom = None, list[int](), False
@@ -41,13 +41,13 @@ def trouble_of(
         records = ids(step, index)
         error = LossNotFinite(owner, step, index, loss, records)
         symptom = owner != rank  # every worker sees it; the one that computed it reports it
-    elif pulse.current is not None:
-        step, index = pulse.current
+    elif heartbeat.current is not None:
+        step, index = heartbeat.current
         records = ids(step, index)
     ours = isinstance(error, ManyhandsError)
     return Trouble(
-        worker=pulse.worker,
-        step=pulse.step,
+        worker=heartbeat.worker,
+        step=heartbeat.step,
         kind=type(error).__name__,
         text=_clean(str(error) if ours else explain(error)),
         trace="" if ours else _clean(user_traceback(error)),

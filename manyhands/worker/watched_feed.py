@@ -34,19 +34,19 @@ class WatchedFeed:
         return self.feed.cut(step)
 
     def micro_batches(self, step: Cut, indices: Iterable[int]) -> Iterator[MicroBatch]:
-        pulse = self.line.pulse
-        pulse.step = step.step
+        heartbeat = self.line.heartbeat
+        heartbeat.step = step.step
         self.moment("begin")
         for index in indices:
             self.line.stop_if_broken()
             started = time.perf_counter()
-            pulse.current = (step.step, index)  # before fetching: that can fail too
+            heartbeat.current = (step.step, index)  # before fetching: that can fail too
             self.moment("compute")
             micro_batch = self.unwatched(step, index)
             yield micro_batch
             self.drag(step.step, time.perf_counter() - started)
-            pulse.did(time.perf_counter() - started, micro_batch.records)
-        pulse.current = None
+            heartbeat.did(time.perf_counter() - started, micro_batch.records)
+        heartbeat.current = None
 
     def unwatched(self, step: Cut, index: int) -> MicroBatch:
         """One micro-batch, where the model is."""

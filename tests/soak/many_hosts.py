@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs on several hosts that are disturbed at random: `make soak-hosts SECONDS=600`.
 
-As tests/soak/one_host.py, on hosts made of network namespaces. Workers, agents, porters and whole
+As tests/soak/one_host.py, on hosts made of network namespaces. Workers, agents, daemons and whole
 hosts are killed and stopped, links are cut for a while (both ways, one way, between two hosts of
 workers), hosts are told to go, and come. The fingerprint must be that of one calm worker.
 """
@@ -80,15 +80,15 @@ class Disturber:
         with suppress(OSError, ValueError, KeyError):
             os.kill(self.warm.agent(host), signal.SIGKILL)
 
-    def kill_porter(self) -> None:
-        if (porter := self.warm.of.get(host := self.guest())) is not None:
-            porter.kill()
+    def kill_daemon(self) -> None:
+        if (daemon := self.warm.of.get(host := self.guest())) is not None:
+            daemon.kill()
             self.in_a_while(lambda: self.back(host))
 
-    def stop_porter(self) -> None:
-        if (porter := self.warm.of.get(self.guest())) is not None:
-            porter.send_signal(signal.SIGSTOP)
-            self.in_a_while(lambda: porter.send_signal(signal.SIGCONT))
+    def stop_daemon(self) -> None:
+        if (daemon := self.warm.of.get(self.guest())) is not None:
+            daemon.send_signal(signal.SIGSTOP)
+            self.in_a_while(lambda: daemon.send_signal(signal.SIGCONT))
 
     def kill_host(self) -> None:
         host = self.guest()
@@ -96,13 +96,13 @@ class Disturber:
         self.in_a_while(lambda: self.back(host))
 
     def tell_host_to_go(self) -> None:
-        if (porter := self.warm.of.get(host := self.guest())) is not None:
-            porter.terminate()
+        if (daemon := self.warm.of.get(host := self.guest())) is not None:
+            daemon.terminate()
             self.in_a_while(lambda: self.back(host))
 
     def back(self, host: Host) -> None:
-        """A new porter, if there is none."""
-        if (porter := self.warm.of.get(host)) is None or porter.poll() is not None:
+        """A new daemon, if there is none."""
+        if (daemon := self.warm.of.get(host)) is None or daemon.poll() is not None:
             slots = self.warm.slots[host] = self.dice.choice([1, 2])
             self.warm.start(host, slots, port=self.warm.port)
 
@@ -123,8 +123,8 @@ WAYS = (
     Disturber.stop_worker,
     Disturber.tell_worker_to_go,
     Disturber.kill_agent,
-    Disturber.kill_porter,
-    Disturber.stop_porter,
+    Disturber.kill_daemon,
+    Disturber.stop_daemon,
     Disturber.kill_host,
     Disturber.tell_host_to_go,
     Disturber.isolate,

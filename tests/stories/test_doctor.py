@@ -43,7 +43,7 @@ GOOD = HostFacts(
     shm_bytes=4 << 30,
     open_files=4096,
     segments="",
-    door="10.0.0.1:4000",
+    listener="10.0.0.1:4000",
     bound="",
     ports="32768-60999",
     loopback_s=2e-5,
@@ -189,7 +189,7 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def porter(stack: ExitStack, port: int, token: Path, name: str) -> None:
+def daemon(stack: ExitStack, port: int, token: Path, name: str) -> None:
     """On this host, under that name; it goes when it is told to."""
     command = [*MANYHANDS, "worker", "--join", f"127.0.0.1:{port}", "--token-file", str(token)]
     process = subprocess.Popen(
@@ -200,13 +200,13 @@ def porter(stack: ExitStack, port: int, token: Path, name: str) -> None:
 
 
 @pytest.mark.slow
-def test_porters_that_join(tmp_path: Path, token: Path, free_port: int) -> None:
+def test_daemons_that_join(tmp_path: Path, token: Path, free_port: int) -> None:
     other = tmp_path / "other"
     write_token(other, new_secret())
     with ExitStack() as stack:
         for name in ("b", "c"):
-            porter(stack, free_port, token, name)
-        porter(stack, free_port, other, "stranger")
+            daemon(stack, free_port, token, name)
+        daemon(stack, free_port, other, "stranger")
         at = ["--listen", f"127.0.0.1:{free_port}", "--token-file", token, "--expect", 2]
         code, said = doctor(*at, "--folder", tmp_path, "--json")
     assert code == 0, said

@@ -1,6 +1,6 @@
 """A run on several hosts (network namespaces), and what can be done to it.
 
-`Cluster` uses commands only, as people do. `Warm` keeps porters from one run to the next, with the
+`Cluster` uses commands only, as people do. `Warm` keeps daemons from one run to the next, with the
 driver in a thread of this process: the same code, without waiting for torch each time.
 """
 
@@ -136,7 +136,7 @@ class Porters:
         return "\n".join(texts)
 
     def agent(self, host: Host) -> int:
-        """The process from which a porter's workers are forked."""
+        """The process from which a daemon's workers are forked."""
         (found,) = children(self.of[host].pid)
         return found
 
@@ -153,7 +153,7 @@ class Porters:
             try:
                 self.of[host].wait(30)
             except subprocess.TimeoutExpired:
-                raise AssertionError(f"the porter of {host.name} stays: {self.said()}") from None
+                raise AssertionError(f"the daemon of {host.name} stays: {self.said()}") from None
             del self.of[host]
             empty(host)
         left = [path for path in self.folder.glob("tmp-*/manyhands-*") if path.exists()]
@@ -214,8 +214,8 @@ class Warm(Porters):
         for host in [h for h in self.of if self.of[h].poll() is None and h not in slots]:
             self.of[host].terminate()
         for host, count in slots.items():
-            porter = self.of.get(host)
-            if porter is None or porter.poll() is not None or self.slots[host] != count:
+            daemon = self.of.get(host)
+            if daemon is None or daemon.poll() is not None or self.slots[host] != count:
                 self.leave(host)
                 self.start(host, count, port=self.port, blind=blind)
                 self.slots[host] = count
@@ -232,9 +232,9 @@ class Warm(Porters):
 
     def leave(self, host: Host) -> None:
         """Nothing of ours is on that host any more."""
-        if (porter := self.of.get(host)) is not None:
-            porter.terminate()
-            porter.wait(30)
+        if (daemon := self.of.get(host)) is not None:
+            daemon.terminate()
+            daemon.wait(30)
             del self.of[host]
         empty(host)
 
@@ -254,8 +254,8 @@ class Warm(Porters):
         if self.running is not None:
             self.running.stop()
         self.launcher.close()
-        for porter in self.of.values():
-            porter.wait(30)
+        for daemon in self.of.values():
+            daemon.wait(30)
 
 
 class Running(Watched):

@@ -57,7 +57,7 @@ class Death:
     @contextmanager
     def strikes(
         self,
-        keep: UndoLog,
+        undo_log: UndoLog,
         noise: Any = None,
         *,
         among: Callable[[], bool] = lambda: True,
@@ -98,16 +98,16 @@ class Death:
         def dying_step(self: ShardedOptimizer, optimizer: torch.optim.Optimizer) -> None:
             bare_step(self, optimizer)
             unit = next(w.unit for w in self.works if w.doing is optimizer)
-            scribble(self.keep, self.weights, unit, noise)
+            scribble(self.undo_log, self.weights, unit, noise)
             raise Died
 
         with pytest.MonkeyPatch.context() as patch:
             if told is not None:
                 told.append(store)
             for name in ("done", "_heads", "summed"):
-                frail = getattr(keep, name).view(Frail)
+                frail = getattr(undo_log, name).view(Frail)
                 frail.store = store
-                patch.setattr(keep, name, frail)
+                patch.setattr(undo_log, name, frail)
             patch.setattr(torch.Tensor, "copy_", dying_copy)
             keep_module = sys.modules["manyhands.training.state.undo_log"]
             patch.setattr(keep_module, "_FOREACH_COPY", dying_copies)
@@ -119,17 +119,17 @@ class Death:
                 deaths.append(died)
 
 
-def scribble(keep: UndoLog, weights: dict[Any, Tensor], unit: Unit, noise: Any) -> None:
+def scribble(undo_log: UndoLog, weights: dict[Any, Tensor], unit: Unit, noise: Any) -> None:
     """Anything, wherever an update of this unit may write."""
     lanes = [(dtype, weights[dtype]) for dtype in unit.bounds]
-    lanes += [(dtype, lane) for (_, dtype), lane in keep.slots.items() if dtype in unit.bounds]
+    lanes += [(dtype, lane) for (_, dtype), lane in undo_log.slots.items() if dtype in unit.bounds]
     for dtype, lane in lanes:
         a, b = unit.bounds[dtype]
         lane[a:b] = torch.from_numpy(noise.normal(size=b - a)).to(lane.dtype)
     first, stop = unit.blocks
-    for lane in keep.scalars.values():
+    for lane in undo_log.scalars.values():
         lane[first:stop] = torch.from_numpy(noise.normal(size=stop - first)).to(lane.dtype)
-    keep.exists[first:stop] = torch.from_numpy(noise.integers(0, 2, stop - first))
+    undo_log.exists[first:stop] = torch.from_numpy(noise.integers(0, 2, stop - first))
 
 
 NEVER = Death(1 << 30)

@@ -39,7 +39,7 @@ class Hand:
         self.layout, self.weights = self.replica.layout, self.replica.weights
         self.cut, _ = how_to_cut(self.users)
         kept = what_it_keeps(self.users, self.layout) if self.cut == "blocks" else NOTHING_KEPT
-        self.keep = UndoLog(
+        self.undo_log = UndoLog(
             self.layout,
             self.weights,
             kept.slots,
@@ -53,7 +53,7 @@ class Hand:
             self.replica.parameters,
             self.layout,
             self.weights,
-            self.keep,
+            self.undo_log,
             self.cut,
             kept,
         )
@@ -61,7 +61,7 @@ class Hand:
     def begin(self, step: int = 0) -> None:
         """As the leader does: this model is what all start from."""
         self.replica.publish()
-        self.keep.reset(step)
+        self.undo_log.reset(step)
 
     def units_of(self, rank: int, ranks: int) -> list[Unit]:
         return units(self.layout, share_out(self.layout, ranks, cut=self.cut)[rank], cut=self.cut)

@@ -19,7 +19,7 @@ class Line:
     """A worker's line, with the driver at its other end."""
 
     def __init__(self, files: FileServer, worker: int) -> None:
-        self.files, self.pulse = files, SimpleNamespace(worker=worker, progress=0)
+        self.files, self.heartbeat = files, SimpleNamespace(worker=worker, progress=0)
         self.numbers, self.answers = itertools.count(1), dict[int, Answer]()
 
     def new_number(self) -> int:

@@ -311,7 +311,7 @@ def make_view(now: Situation, chosen: list[WorkerState]) -> View:
         speeds=speeds,
         because=because,
         hosts=[len(home) for home in homes],
-        doors=[home[0].door for home in homes],
+        peer_addresses=[home[0].peer_address for home in homes],
         keepers=_keepers(chosen),
         measure=not now.private and not_measured(now, [home[0].at for home in homes]),
         fresh=fresh,

@@ -41,7 +41,7 @@ class WorkerState:
     """Its host, among those of the launcher."""
     at_name: str = ""
     """What that host is called."""
-    door: str = ""
+    peer_address: str = ""
     cache: str = ""
     shards: str = ""
     """Where it serves that folder of shards."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A host's own end: joins a run, starts and kills workers as told, and holds their memory.
 
-A porter is bound to the driver by a lease. When it has heard nothing for that long, it kills its
-workers and forgets their memory: a host that is cut off does not go on training alone. Then it
+A host daemon is bound to the driver by a lease. When it has heard nothing for that long, it kills
+its workers and forgets their memory: a host that is cut off does not go on training alone. Then it
 tries to join anew, as somebody the driver has never seen, until its own patience ends.
 """
 
@@ -49,7 +49,7 @@ from manyhands.launch.hosts.join_protocol import (
     ProbeQuestion,
     Settled,
     Want,
-    decode_to_porter,
+    decode_to_host,
     encode,
 )
 from manyhands.launch.hosts.probe_process import Probe
@@ -85,7 +85,7 @@ class Offer:
     patience_s: float = 60.0
     """How long to look for a driver that is not there (any more)."""
     tied: bool = False
-    """To standard input: when it ends, so does the porter."""
+    """To standard input: when it ends, so does the daemon."""
     entry: str = WORKER
 
 
@@ -257,7 +257,7 @@ class _Visit:
         with suppress(zmq.Again):
             while True:
                 try:
-                    message = decode_to_porter(self.socket.recv(flags=zmq.NOBLOCK))
+                    message = decode_to_host(self.socket.recv(flags=zmq.NOBLOCK))
                 except msgspec.MsgspecError:
                     continue
                 if isinstance(message, Ping):

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the driver's gate and the porters of other hosts say to each other. Plain typed data.
+"""What the driver's join server and the daemons of other hosts say to each other. Plain typed data.
 
-A porter says Here and is told to Load the task; it asks for its bytes piece by piece (Want, Piece)
-and says that it is Settled. From then on it starts and kills workers as told, and passes on how
-they ended. A Ping goes to every porter a few times a second, and its Echo comes back:
+A host daemon says Here and is told to Load the task; it asks for its bytes piece by piece (Want,
+Piece) and says that it is Settled. From then on it starts and kills workers as told, and passes on
+how they ended. A Ping goes to every daemon a few times a second, and its Echo comes back:
 
 - the driver gives up a host whose newest echo is of a ping sent longer than `lease_s` ago;
-- a porter that has had no ping for `lease_s` kills its workers and forgets their memory, and then
-  tries to join anew.
+- a host daemon that has had no ping for `lease_s` kills its workers and forgets their memory, and
+  then tries to join anew.
 
 So a link that is cut, both ways or one way, is noticed on both of its sides within a lease.
 """
@@ -23,7 +23,7 @@ IDLE_S = 10.0
 """The lease as long as there is no run."""
 PIECE_BYTES = 1 << 20
 WINDOW = 8
-"""Pieces that a porter has asked for and not received yet."""
+"""Pieces that a host daemon has asked for and not received yet."""
 
 
 class Here(msgspec.Struct, frozen=True, tag=True):
@@ -115,7 +115,7 @@ class Going(msgspec.Struct, frozen=True, tag=True):
 
 
 class Bye(msgspec.Struct, frozen=True, tag=True):
-    """The driver goes, or the porter does."""
+    """The driver goes, or the daemon does."""
 
     because: str
 
@@ -128,5 +128,5 @@ ToHost = (
 )
 
 encode = msgspec.msgpack.Encoder().encode
-decode_from_porter = msgspec.msgpack.Decoder(FromHost).decode
-decode_to_porter = msgspec.msgpack.Decoder(ToHost).decode
+decode_from_host = msgspec.msgpack.Decoder(FromHost).decode
+decode_to_host = msgspec.msgpack.Decoder(ToHost).decode

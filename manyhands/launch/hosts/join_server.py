@@ -37,7 +37,7 @@ from manyhands.launch.hosts.join_protocol import (
     Settled,
     ToHost,
     Want,
-    decode_from_porter,
+    decode_from_host,
     encode,
 )
 from manyhands.launch.wire.channel import OnlyThisKey
@@ -102,16 +102,16 @@ class JoinServer:
         self.socket.curve_secretkey = credentials.server_secret
         self.socket.linger, self.socket.maxmsgsize = 1000, MOST_MESSAGE
         self.socket.sndhwm = 0
-        self.strangers = Refusals(self.context, self.socket)
+        self.refusals = Refusals(self.context, self.socket)
         try:
             self.port = bind(self.socket, addresses, port)
         except zmq.ZMQError:
-            self.strangers.close()
+            self.refusals.close()
             self.socket.close(0)
             self.auth.stop()
             self.context.term()
             raise
-        self.strangers.where = f"{_bracketed(addresses[0])}:{self.port}"
+        self.refusals.where = f"{_bracketed(addresses[0])}:{self.port}"
         self.happenings: queue.SimpleQueue[Happening] = queue.SimpleQueue()
         self.event = os.eventfd(0, os.EFD_NONBLOCK)
         """Readable when something has happened."""
@@ -121,7 +121,7 @@ class JoinServer:
         self._errands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
         self._number = 0
-        self._thread = threading.Thread(target=self._run, name="gate", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="join server", daemon=True)
         self._thread.start()
 
     # ---- for the launcher; from any thread
@@ -198,11 +198,11 @@ class JoinServer:
             with suppress(BlockingIOError):
                 os.eventfd_read(self._wake)
             if not self._run_errands():
-                self.strangers.close()
+                self.refusals.close()
                 self.socket.close()
                 return
             self._receive()
-            self.strangers.look()
+            self.refusals.look()
             if now >= due:
                 due = now + PING_S
                 self._ping(now)
@@ -221,9 +221,9 @@ class JoinServer:
             while True:
                 identity, *_, data = self.socket.recv_multipart(flags=zmq.NOBLOCK)
                 try:
-                    message = decode_from_porter(data)
+                    message = decode_from_host(data)
                 except msgspec.MsgspecError:
-                    self.strangers.count()
+                    self.refusals.count()
                     continue
                 self._hear(identity.hex(), message)
 
@@ -256,7 +256,7 @@ class JoinServer:
                 del self.guests[key]
                 self._tell(HostGone(key, because))
             case _:
-                self.strangers.count()
+                self.refusals.count()
 
     def _welcome(self, guest: JoinedHost) -> None:
         if self._load is not None:

@@ -85,7 +85,7 @@ class ManyHosts:
         found: list[LauncherEvent] = [] if self.here is None else self.here.poll()
         found, self.unborn = [*found, *self.unborn], []
         found += [] if self.hosts.provider is None else self.hosts.provider.news()
-        if (text := self.hosts.server.strangers.words()) is not None:
+        if (text := self.hosts.server.refusals.words()) is not None:
             found.append(LauncherWarning(text))
         for happening in self.hosts.server.happened():
             match happening:

@@ -17,7 +17,7 @@ from manyhands.values.errors import RequestError
 
 
 class SshHost:
-    """A porter on another host, started over ssh."""
+    """A host daemon on another host, started over ssh."""
 
     def __init__(self, driver: Listening, ssh: str, host: str, slots: int | None) -> None:
         """`driver`: where it joins."""
@@ -34,7 +34,7 @@ class SshHost:
         assert self.process.stdin is not None
         with suppress(BrokenPipeError):
             self.process.stdin.write(driver.secret.hex().encode() + b"\n")
-            self.process.stdin.flush()  # it stays open: when it ends, so does the porter
+            self.process.stdin.flush()  # it stays open: when it ends, so does the daemon
 
     def check(self) -> None:
         """Raises when it has ended."""

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ray brings hosts: room is reserved in placement groups, and in it porters run, as actors.
+"""Ray brings hosts: room is reserved in placement groups, and in it host daemons run, as actors.
 
 A group is placed as a whole or not at all: one for the least workers that are wanted, further ones
-as there is room. One porter takes all bundles that a group has on a node (so that its workers share
+as there is room. One daemon takes all bundles that a group has on a node (so that its workers share
 their memory), or just one where workers want GPUs, because Ray shows an actor the GPUs of its own
-bundle only. A porter that dies is given up at once, before its lease ends; when its bundles are
-there again, on the same node or where Ray has moved them, another takes its place.
+bundle only. A host daemon that dies is given up at once, before its lease ends; when its bundles
+are there again, on the same node or where Ray has moved them, another takes its place.
 """
 
 import threading
@@ -42,21 +42,21 @@ LEAVE_S = 3.0
 IDLE_S = 30.0
 """Before what is not wanted any more is given back."""
 REST_S = 2.0
-"""Before a bundle is used again whose porter has died."""
+"""Before a bundle is used again whose daemon has died."""
 TOLD_TO_GO = 130
 FAILURES = 5
 """Porters that may fail one after the other before any has joined."""
 
 
-class Lodge:
-    """The actor: a porter on a node of Ray's."""
+class DaemonActor:
+    """The actor: a host daemon on a node of Ray's."""
 
     def serve(self, offer: Offer) -> int:
         return serve(offer)
 
 
 @dataclass(slots=True, eq=False)
-class _Porter:
+class _Daemon:
     name: str
     actor: Any
     ended: Any
@@ -72,7 +72,7 @@ class _Group:
     size: int
     since: float
     gang: bool
-    bundles: dict[int, _Porter] = field(default_factory=dict[int, _Porter])
+    bundles: dict[int, _Daemon] = field(default_factory=dict[int, _Daemon])
     placed: bool = False
     resting: float = 0.0
     """Until then nobody new moves in."""
@@ -140,13 +140,13 @@ class RayHosts:
         self.over.set()
         self.thread.join()
         self._request(0)
-        porters = {porter for group in self.groups for porter in group.bundles.values()}
+        daemons = {daemon for group in self.groups for daemon in group.bundles.values()}
         with suppress(Exception):  # Ray may be gone; so is all that it was to give back then
-            ended = [porter.ended for porter in porters]
+            ended = [daemon.ended for daemon in daemons]
             if ended:
                 self.ray.wait(ended, num_returns=len(ended), timeout=LEAVE_S)
-            for porter in porters:
-                self.ray.kill(porter.actor)
+            for daemon in daemons:
+                self.ray.kill(daemon.actor)
             for group in self.groups:
                 self.ray.util.remove_placement_group(group.handle)
         self.groups.clear()
@@ -155,7 +155,7 @@ class RayHosts:
     # ---- the gang
 
     def _wait(self, gang: _Group | None, least: int) -> None:
-        """Until it is placed and its porters are here."""
+        """Until it is placed and its daemons are here."""
         deadline = time.monotonic() + PLACE_S
         hopeless = self.session.own  # nobody is going to add machines
         while gang is not None and not gang.placed:
@@ -171,7 +171,7 @@ class RayHosts:
         while self._here() < least:
             self.told += [sign for sign in self.launcher.poll() if isinstance(sign, HostNews)]
             if self.failures >= FAILURES or time.monotonic() > deadline:
-                why = f" The last porter ended so: {self.trouble}" if self.trouble else ""
+                why = f" The last host daemon ended so: {self.trouble}" if self.trouble else ""
                 raise RequestError(
                     f"room for {self._here()} of {least} workers has joined from Ray. Have its "
                     f"nodes manyhands, and do they reach {self.hosts.listening.shown}:"
@@ -223,20 +223,20 @@ class RayHosts:
             self._shrink()
 
     def _ended(self, which: Any) -> None:
-        """A porter is gone, and so are its workers: tell at once."""
+        """A host daemon is gone, and so are its workers: tell at once."""
         left = 0
         try:
             left = self.ray.get(which)
-            why = f"its porter left (exit code {left})"
+            why = f"its host daemon left (exit code {left})"
         except Exception as error:
-            why = f"Ray says that its porter died: {_first_sentence(error)}"
+            why = f"Ray says that its host daemon died: {_first_sentence(error)}"
         self.trouble = why
         for group in self.groups:
             gone = {i: p for i, p in group.bundles.items() if p.ended == which}
-            for index, porter in gone.items():
+            for index, daemon in gone.items():
                 del group.bundles[index]
                 group.resting = time.monotonic() + REST_S
-                known = self._give_up(porter.name, why) or left == TOLD_TO_GO
+                known = self._give_up(daemon.name, why) or left == TOLD_TO_GO
                 self.failures = 0 if known else self.failures + 1
 
     def _give_up(self, name: str, why: str) -> bool:
@@ -286,9 +286,9 @@ class RayHosts:
             placement_group=group.handle, placement_group_bundle_index=bundles[0]
         )
         how = actor_options(self.each) | {"scheduling_strategy": place, "max_restarts": 0}
-        actor = self.ray.remote(Lodge).options(**how).remote()
-        porter = _Porter(name, actor, actor.serve.remote(offer), len(bundles))
-        group.bundles |= dict.fromkeys(bundles, porter)
+        actor = self.ray.remote(DaemonActor).options(**how).remote()
+        daemon = _Daemon(name, actor, actor.serve.remote(offer), len(bundles))
+        group.bundles |= dict.fromkeys(bundles, daemon)
 
     def _grow(self) -> None:
         """One more group, if more is wanted and there seems to be room."""
@@ -308,13 +308,13 @@ class RayHosts:
         hosts = list(self.hosts.others.values())
         working = {host.guest.here.name for host in hosts if host.workers}
         for group in reversed(list(self.groups)):
-            porters = set(group.bundles.values())
-            if total - group.size < self.most or any(p.name in working for p in porters):
+            daemons = set(group.bundles.values())
+            if total - group.size < self.most or any(p.name in working for p in daemons):
                 group.busy = now
             elif now - group.busy > IDLE_S:
-                for porter in porters:
-                    self._give_up(porter.name, "Ray has its room back")
-                    self.ray.kill(porter.actor)
+                for daemon in daemons:
+                    self._give_up(daemon.name, "Ray has its room back")
+                    self.ray.kill(daemon.actor)
                 self._drop_group(group)
                 return
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files that travel with a run: after the task, in the same memory, as a tar.
 
-A porter unpacks them into a folder of their own, which is then the current directory of workers
-there; so a relative path means the same as on the driver's host.
+A host daemon unpacks them into a folder of their own, which is then the current directory of
+workers there; so a relative path means the same as on the driver's host.
 """
 
 import os
@@ -57,7 +57,7 @@ def _size(path: Path) -> int:
 
 
 class Unpacking:
-    """Of what lies there, in a thread: a porter must not stop answering meanwhile."""
+    """Of what lies there, in a thread: a host daemon must not stop answering meanwhile."""
 
     def __init__(self, fd: int, start: int, end: int) -> None:
         self.scratch = Scratch("ship")

@@ -69,10 +69,10 @@ class SupervisorChannel:
         self.socket.curve_publickey, self.socket.curve_secretkey = public, secret
         self.socket.linger = 0
         self.socket.ipv6 = ":" in address
-        self.strangers = Refusals(self.context, self.socket)
+        self.refusals = Refusals(self.context, self.socket)
         where = f"[{address}]" if ":" in address else address
         port = self.socket.bind_to_random_port(f"tcp://{where}")
-        self.strangers.where = f"{where}:{port}"
+        self.refusals.where = f"{where}:{port}"
         self.keys = Keys(f"tcp://{where}:{port}", public, worker_public, worker_secret)
 
     def keys_for(self, host: str) -> Keys:
@@ -88,23 +88,23 @@ class SupervisorChannel:
         """What has arrived; never blocks. Garbage is counted, and so is a message in the name of
         another than whose connection it is."""
         messages: list[FromWorker] = []
-        self.strangers.look()
+        self.refusals.look()
         with suppress(zmq.Again):
             while True:
                 identity, *_, data = self.socket.recv_multipart(flags=zmq.NOBLOCK)
                 try:
                     message = decode_from_worker(data)
                 except msgspec.MsgspecError:
-                    self.strangers.count()
+                    self.refusals.count()
                     continue
                 if identity == _identity(message.worker):
                     messages.append(message)
                 else:
-                    self.strangers.count()
+                    self.refusals.count()
         return messages
 
     def close(self) -> None:
-        self.strangers.close()
+        self.refusals.close()
         self.socket.close()
         self.auth.stop()
         self.context.term()
@@ -113,11 +113,11 @@ class SupervisorChannel:
 class WorkerChannel:
     """A worker's end. Its thread sends the pulse; whoever waits for an answer is seen to wait."""
 
-    def __init__(self, keys: Keys, pulse: Heartbeat) -> None:
-        self.pulse, self.waiting = pulse, Waiting(pulse, self.broken)
+    def __init__(self, keys: Keys, heartbeat: Heartbeat) -> None:
+        self.heartbeat, self.waiting = heartbeat, Waiting(heartbeat, self.broken)
         self.context = zmq.Context()
         self.socket: zmq.Socket[bytes] = self.context.socket(zmq.DEALER)
-        self.socket.identity = _identity(pulse.worker)
+        self.socket.identity = _identity(heartbeat.worker)
         self.socket.curve_serverkey = keys.supervisor_public
         self.socket.curve_publickey = keys.worker_public
         self.socket.curve_secretkey = keys.worker_secret
@@ -216,7 +216,7 @@ class WorkerChannel:
                 return
             if time.monotonic() >= due:
                 due = time.monotonic() + BEAT_S
-                self._send(self._stamped(self.pulse.beat()))
+                self._send(self._stamped(self.heartbeat.beat()))
 
     def _send(self, message: FromWorker) -> None:
         """What cannot be encoded is left out: this thread must live to send the rest."""

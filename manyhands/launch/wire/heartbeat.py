@@ -84,11 +84,11 @@ class Heartbeat:
 class Waiting:
     """A worker's patience: entered while it waits for others, so that nobody blames it."""
 
-    def __init__(self, pulse: Heartbeat, broken: Callable[[], bool]) -> None:
-        self.pulse, self.broken = pulse, broken
+    def __init__(self, heartbeat: Heartbeat, broken: Callable[[], bool]) -> None:
+        self.heartbeat, self.broken = heartbeat, broken
 
     def __enter__(self) -> None:
-        self.pulse.waiting = True
+        self.heartbeat.waiting = True
 
     def __exit__(self, *error: object) -> None:
-        self.pulse.waiting = False
+        self.heartbeat.waiting = False

@@ -70,7 +70,7 @@ def machine_checks(where: str, facts: HostFacts, slots: int | None = None) -> li
         text = f"no port can be bound at {facts.bound}. Is it an address of this host? (--address)"
         found.append(Check("wrong", where, text))
     else:
-        found.append(Check("ok", where, f"a port can be bound ({facts.door})"))
+        found.append(Check("ok", where, f"a port can be bound ({facts.listener})"))
     found.append(_loopback(where, facts.loopback_s))
     return found
 

@@ -57,8 +57,8 @@ class Heard:
 class Rounds:
     """Asks the probes of all hosts, each one question at a time. "" is this host."""
 
-    def __init__(self, gate: JoinServer | None) -> None:
-        self.gate, self.here = gate, Probe()
+    def __init__(self, server: JoinServer | None) -> None:
+        self.server, self.here = server, Probe()
         self.guests: dict[str, JoinedHost] = {}
         self.gone: dict[str, str] = {}
         self._heard: dict[str, Heard] = {}
@@ -66,8 +66,8 @@ class Rounds:
         self._number = 0
         self._selector = selectors.DefaultSelector()
         self._selector.register(self.here.fileno(), selectors.EVENT_READ)
-        if gate is not None:
-            self._selector.register(gate.event, selectors.EVENT_READ)
+        if server is not None:
+            self._selector.register(server.event, selectors.EVENT_READ)
 
     def __enter__(self) -> "Rounds":
         return self
@@ -90,7 +90,7 @@ class Rounds:
                 if self.here.ended is not None:
                     self._selector.unregister(self.here.fileno())
                     self._fail("", self.here.ended)
-        for happening in self.gate.happened() if self.gate is not None else []:
+        for happening in self.server.happened() if self.server is not None else []:
             match happening:
                 case HostCame(guest=guest):
                     self.guests[guest.key] = guest
@@ -115,8 +115,8 @@ class Rounds:
                 self.here.tell(line)
                 if self.here.ended is not None:
                     self._fail("", self.here.ended)
-            elif self.gate is not None:
-                self.gate.send(key, ProbeQuestion(line))
+            elif self.server is not None:
+                self.server.send(key, ProbeQuestion(line))
                 if key in self.gone:
                     self._fail(key, self.gone[key])
         deadline = time.monotonic() + patience_s
@@ -200,15 +200,15 @@ class _Examination:
         self._resolve()
         listening, others = understand(self.asked)
         try:
-            gate = JoinServer(listening.secret, listening.addresses, listening.port)
+            server = JoinServer(listening.secret, listening.addresses, listening.port)
         except zmq.ZMQError as error:
             where = f"{listening.addresses[0]}:{listening.port}"
             self.note(Check("wrong", HERE, f"cannot listen at {where}: {error}"))
             return Diagnosis(1, checks, [])
-        there = replace(listening, port=gate.port)
+        there = replace(listening, port=server.port)
         starters = [SshHost(there, self.asked.ssh or SSH, name, slots) for name, slots in others]
         try:
-            with Rounds(gate) as rounds:
+            with Rounds(server) as rounds:
                 self.rounds = rounds
                 mine = _look_here(rounds, listening.shown, self.marker, self.note)
                 if mine is None:
@@ -221,7 +221,7 @@ class _Examination:
                 taking_part = [key for key in self.facts if key or listening.here != 0]
                 return Diagnosis(len(taking_part), checks, self._between(taking_part))
         finally:
-            gate.close("the doctor has seen enough")
+            server.close("the doctor has seen enough")
             for starter in starters:
                 starter.close()
 
@@ -259,7 +259,7 @@ class _Examination:
                     del waited[name]
                     count -= 1
                     self.note(Check("wrong", name, str(error)))
-        if self.rounds.gate is not None and (text := self.rounds.gate.strangers.words()):
+        if self.rounds.server is not None and (text := self.rounds.server.refusals.words()):
             self.note(Check("warning", HERE, f"{text}. Give all hosts the same token file."))
         came = {guest.here.name for guest in self.rounds.guests.values()}
         where = f"{there.shown}:{there.port}"
@@ -329,7 +329,7 @@ class _Examination:
 
     def _between(self, keys: Sequence[str]) -> list[Link]:
         """Every host meets every other; in a round, each meets one at the most."""
-        keys = [key for key in keys if self.facts[key].door]
+        keys = [key for key in keys if self.facts[key].listener]
         if len(keys) < 2:
             return []
         table = [opponents(World(rank, len(keys))) for rank in range(len(keys))]
@@ -345,7 +345,7 @@ class _Examination:
     def _meet(
         self, partner: Mapping[str, str], keys: Sequence[str], generation: int, secret: bytes
     ) -> list[Link]:
-        dials = {key: questions.Dial(self.facts[other].door) for key, other in partner.items()}
+        dials = {key: questions.Dial(self.facts[other].listener) for key, other in partner.items()}
         failed: set[str] = set()
         for key, heard in self.rounds.ask(dials).items():
             if error := _dialled(heard):
@@ -353,13 +353,15 @@ class _Examination:
                 failed |= {key, other}
                 facts = self.facts[other]
                 names = self.names[key], self.names[other]
-                self.note(checks.unreached(*names, facts.door, error, facts.ports))
+                self.note(checks.unreached(*names, facts.listener, error, facts.ports))
         meetings: dict[str, questions.Question] = {}
         for key, other in partner.items():
             if key not in failed:
                 first, second = sorted((key, other), key=keys.index)
-                doors = self.facts[first].door, self.facts[second].door
-                meetings[key] = questions.Meet(int(key == second), doors, generation, secret)
+                peer_addresses = self.facts[first].listener, self.facts[second].listener
+                meetings[key] = questions.Meet(
+                    int(key == second), peer_addresses, generation, secret
+                )
         links: list[Link] = []
         for key, heard in self.rounds.ask(meetings).items():
             if keys.index(key) < keys.index(partner[key]):

@@ -57,7 +57,7 @@ class Until:
 
 class Probing:
     def __init__(self) -> None:
-        self.door: PeerListener | None = None
+        self.listener: PeerListener | None = None
 
     def answer(self, question: Question) -> ProbeFinding:
         match question:
@@ -73,7 +73,7 @@ class Probing:
     def _look(self, look: Look) -> HostFacts:
         mine, bound = machine(), ""
         try:
-            self.door = PeerListener(look.address)
+            self.listener = PeerListener(look.address)
         except OSError as error:
             bound = f"{look.address}: {error.strerror or error}"
         return HostFacts(
@@ -86,7 +86,7 @@ class Probing:
             shm_bytes=_size_of(Path("/dev/shm")),
             open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
             segments=_why_no_segments(),
-            door=self.door.address if self.door is not None else "",
+            listener=self.listener.address if self.listener is not None else "",
             bound=bound,
             ports=_ports(),
             loopback_s=loopback_s(),
@@ -94,12 +94,12 @@ class Probing:
         )
 
     def _meet(self, meet: Meet) -> Met:
-        assert self.door is not None, "others know its address"
+        assert self.listener is not None, "others know its address"
         try:
             links = Sockets(
                 World(meet.rank, 2, (1, 1)),
                 [],
-                door=self.door,
+                listener=self.listener,
                 addresses=meet.addresses,
                 generation=meet.generation,
                 secret=meet.secret,

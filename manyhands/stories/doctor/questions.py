@@ -24,7 +24,7 @@ class HostFacts(msgspec.Struct, frozen=True, tag=True):
     open_files: int
     segments: str
     """Why memory cannot be shared between workers; empty: it can."""
-    door: str
+    listener: str
     """Where it can be reached for now."""
     bound: str
     """Why no port could be bound there; empty: one was."""

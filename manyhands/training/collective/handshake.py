@@ -169,14 +169,14 @@ class _Meeting:
 
     def __init__(
         self,
-        door: PeerListener,
+        listener: PeerListener,
         world: World,
         addresses: Sequence[str],
         generation: int,
         secret: bytes,
         dead_s: float,
     ) -> None:
-        self.door, self.world, self.addresses = door, world, addresses
+        self.listener, self.world, self.addresses = listener, world, addresses
         self.generation, self.secret, self.dead_s = generation, secret, dead_s
         self.found: dict[int, socket.socket] = {}
         self.talks: dict[socket.socket, _Talk] = {}
@@ -185,7 +185,7 @@ class _Meeting:
 
     def run(self, patience: Patience) -> dict[int, socket.socket]:
         try:
-            self.selector.register(self.door.listener, selectors.EVENT_READ)
+            self.selector.register(self.listener.listener, selectors.EVENT_READ)
             self._meet(patience)
         except BaseException:
             for sock in self.found.values():
@@ -200,7 +200,7 @@ class _Meeting:
     def _meet(self, patience: Patience) -> None:
         me, ranks = self.world.rank, range(self.world.num_ranks)
         for rank in ranks[me + 1 :]:
-            if sock := self.door.early(self.generation, rank, me):
+            if sock := self.listener.early(self.generation, rank, me):
                 self.found[rank] = sock
         until = time.monotonic() + MEET_S
         while missing := [rank for rank in ranks if rank != me and rank not in self.found]:
@@ -242,7 +242,7 @@ class _Meeting:
     def _accept(self) -> None:
         for _ in range(MOST_CALLERS):  # then it is the turn of those who are in
             try:
-                sock, _ = self.door.listener.accept()
+                sock, _ = self.listener.listener.accept()
             except BlockingIOError:
                 return
             except OSError as error:
@@ -284,7 +284,7 @@ class _Meeting:
 
     def _drop(self, talk: _Talk, why: str, *, stranger: bool = True) -> None:
         if talk.rank is None:
-            self.door.refuse(why, stranger=stranger)
+            self.listener.refuse(why, stranger=stranger)
         else:
             self.redial[talk.rank] = time.monotonic() + NAP_S
         self.selector.unregister(talk.sock)
@@ -314,14 +314,14 @@ class _Meeting:
         wanted = called == self.world.rank < caller < self.world.num_ranks
         if generation == self.generation and not wanted:
             raise _OutOfPlace(f"host {caller} called host {called}, this is {self.world.rank}")
-        if not self.door.is_new(generation, nonce):
+        if not self.listener.is_new(generation, nonce):
             raise _Refused("it repeats what another has said")
         mine = os.urandom(_NONCE_BYTES)
         sock.send(mine + self._sign(b"answer", claim + mine))
         self._check((yield _MAC_BYTES), b"call", claim + mine)
         sock.send(_WELCOME)
         if generation > self.generation:
-            self.door.keep(generation, caller, called, sock)
+            self.listener.keep(generation, caller, called, sock)
             return
         if older := self.found.pop(caller, None):
             older.close()

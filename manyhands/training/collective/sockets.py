@@ -69,7 +69,7 @@ class Sockets:
         world: World,
         slots: Sequence[Lanes],
         *,
-        door: PeerListener,
+        listener: PeerListener,
         addresses: Sequence[str],
         generation: int,
         secret: bytes,
@@ -79,7 +79,7 @@ class Sockets:
         """Meets the others. The kernel takes a host for lost that does not answer for `dead_s`, or
         that stops reading for so long in the middle of a frame."""
         self.world, self.slots, self.patience = world, slots, patience
-        sockets = door.meet(
+        sockets = listener.meet(
             world,
             addresses,
             generation=generation,
@@ -97,7 +97,7 @@ class Sockets:
         self._rows: dict[tuple[int, int], Bytes] = {}
         self._turns: dict[int, int] = {}
         self._received: dict[tuple[int, int, torch.dtype], Tensor] = {}
-        door.leave_last = self.close
+        listener.leave_last = self.close
 
     def gather(
         self, mine: Bytes, kind: int = FACTS, stamp: int = 0, meanwhile: Meanwhile = nothing

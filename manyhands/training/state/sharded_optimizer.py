@@ -58,11 +58,11 @@ class ShardedOptimizer:
         parameters: Mapping[str, Tensor],
         layout: Layout,
         weights: Lanes,
-        keep: UndoLog,
+        undo_log: UndoLog,
         cut: str,
         kept: Kept,
     ) -> None:
-        self.users, self.cut, self.kept, self.keep = optimizer, cut, kept, keep
+        self.users, self.cut, self.kept, self.undo_log = optimizer, cut, kept, undo_log
         self.parameters, self.layout, self.weights = parameters, layout, weights
         groups = enumerate(optimizer.param_groups)
         self._group_of = {id(p): k for k, group in groups for p in group["params"]}
@@ -100,7 +100,7 @@ class ShardedOptimizer:
                     continue
                 if self.cut == "blocks":
                     self._attach(work, k, span, tensor, own=own)
-                elif values := self.keep.get_extras(span.index, step):
+                elif values := self.undo_log.get_extras(span.index, step):
                     work.doing.state[tensor] = dict(values)
             self._settle(work)
 
@@ -126,29 +126,29 @@ class ShardedOptimizer:
 
     def _attach(self, work: _Work, k: int, span: Span, tensor: Tensor, *, own: bool) -> None:
         """Give a span the state that is kept for it, if there is any."""
-        keep, here = self.keep, block_of(self.layout, span)
+        undo_log, here = self.undo_log, block_of(self.layout, span)
         source = here if own else self.layout.first_blocks[span.index]
         if source != here:
-            keep.exists[here] = keep.exists[source]
-        if not keep.exists[source]:
+            undo_log.exists[here] = undo_log.exists[source]
+        if not undo_log.exists[source]:
             return
         group = self._group_of.get(id(self.parameters[span.piece.name]))
         state = work.doing.state[tensor]
         state.clear()
         work.settled.add(k)
         for key in self.kept.by_group[group][span.piece.dtype] if group is not None else ():
-            if key in keep.scalars:
-                lane = keep.scalars[key]
+            if key in undo_log.scalars:
+                lane = undo_log.scalars[key]
                 lane[here] = lane[source]
                 state[key] = lane[here]
             else:
-                state[key] = keep.slots[key, span.piece.dtype][span.start : span.stop]
+                state[key] = undo_log.slots[key, span.piece.dtype][span.start : span.stop]
 
     def prepare(self, step: int) -> None:
         """What can be done for step `step` before its gradient is known."""
         if self.works:
             unit = self.works[0].unit
-            self.keep.open(self.rank, unit, step)
+            self.undo_log.open(self.rank, unit, step)
             self._prepared = unit.blocks, step
 
     def update(
@@ -156,7 +156,7 @@ class ShardedOptimizer:
     ) -> None:
         """Take step `step` for one unit. `gradient` covers `origin` of each lane."""
         if self._prepared != (work.unit.blocks, step):
-            self.keep.open(self.rank, work.unit, step)
+            self.undo_log.open(self.rank, work.unit, step)
         self._prepared = None
         self._place_gradients(work, gradient, origin, touched)
         if work.doing is not self.users:
@@ -166,8 +166,8 @@ class ShardedOptimizer:
         self._settle(work)
         if self.cut != "blocks":
             for span, tensor in zip(work.unit.spans, work.tensors, strict=True):
-                self.keep.put_extras(span.index, step + 1, self._plain_state(work, tensor))
-        self.keep.close(self.rank, work.unit, step)
+                self.undo_log.put_extras(span.index, step + 1, self._plain_state(work, tensor))
+        self.undo_log.close(self.rank, work.unit, step)
         if self.cut == "nowhere":  # the module must not keep views of the gradient
             for tensor in work.tensors:
                 tensor.grad = None
@@ -214,12 +214,12 @@ class ShardedOptimizer:
                 if home is not None and isinstance(value, Tensor) and value is not home:
                     home.copy_(value)
                     state[key] = home
-            self.keep.exists[here] = 1
+            self.undo_log.exists[here] = 1
 
     def _home(self, key: str, span: Span) -> Tensor | None:
-        if key in self.keep.scalars:
-            return self.keep.scalars[key][block_of(self.layout, span)]
-        lane = self.keep.slots.get((key, span.piece.dtype))
+        if key in self.undo_log.scalars:
+            return self.undo_log.scalars[key][block_of(self.layout, span)]
+        lane = self.undo_log.slots.get((key, span.piece.dtype))
         return None if lane is None else lane[span.start : span.stop]
 
     def _plain_state(self, work: _Work, tensor: Tensor) -> dict[str, KeptValue]:
@@ -258,7 +258,7 @@ class ShardedOptimizer:
         state, value = work.doing.state[tensor], entry.value
         home = self._home(entry.key, span) if self.cut == "blocks" else None
         if home is not None:
-            self.keep.exists[block_of(self.layout, span)] = 1
+            self.undo_log.exists[block_of(self.layout, span)] = 1
         if home is None or not isinstance(value, Tensor):
             state[entry.key] = value.clone() if isinstance(value, Tensor) else value
             return
@@ -278,7 +278,7 @@ class ShardedOptimizer:
             return
         for work in self.works:
             for span, tensor in zip(work.unit.spans, work.tensors, strict=True):
-                self.keep.put_extras(span.index, step, self._plain_state(work, tensor))
+                self.undo_log.put_extras(span.index, step, self._plain_state(work, tensor))
 
 
 @contextmanager

@@ -40,13 +40,13 @@ class Alone:
         self.seed, self.precision = train.seed, train.precision
         replica.clip_norm = train.clip_norm
         how_to_cut(replica.optimizer)  # refuses what cannot be done
-        keep = UndoLog(replica.layout, replica.weights, {}, {}, {}, Memory(None), extras=True)
+        undo_log = UndoLog(replica.layout, replica.weights, {}, {}, {}, Memory(None), extras=True)
         self.optimizer = ShardedOptimizer(
             replica.optimizer,
             replica.parameters,
             replica.layout,
             replica.weights,
-            keep,
+            undo_log,
             "nowhere",
             NOTHING_KEPT,
         )

@@ -241,7 +241,7 @@ def test_a_view_names_each_cache_once() -> None:
     ]
 
 
-# ---- by command: a driver with a worker, and porters, each with a cache of its own
+# ---- by command: a driver with a worker, and daemons, each with a cache of its own
 
 TASK = """
 from pathlib import Path
@@ -347,7 +347,7 @@ def shards_in(loopback: Loopback, name: str) -> set[str]:
 def test_three_hosts_ask_the_origin_once(
     loopback: Loopback, web: Web, folder: Path, calm: Callable[[], str]
 ) -> None:
-    porters = [loopback.join(name) for name in "bc"]
+    daemons = [loopback.join(name) for name in "bc"]
     loopback.train("3:3", "data.transfer=peer")
     assert loopback.finish() == calm()
     assert set(from_origin(web).values()) == {1} and len(from_origin(web)) == SHARDS + 1
@@ -356,7 +356,7 @@ def test_three_hosts_ask_the_origin_once(
     assert all(shards_in(loopback, name) for name in "abc")
     found = set.union(*(shards_in(loopback, name) for name in "abc"))
     assert found == {key_of(s) for s in everything}
-    assert [porter.wait(30) for porter in porters] == [0, 0]
+    assert [daemon.wait(30) for daemon in daemons] == [0, 0]
     assert "could not be had" not in loopback.said()
 
 

@@ -107,7 +107,7 @@ class Storm(RuleBasedStateMachine):
             assert not self.hosts[worker.at].dropped, "it was given up"
         homes = [(at, len(list(group))) for at, group in groupby(chosen, key=lambda w: w.at)]
         assert len({at for at, _ in homes}) == len(homes), "ranks of a host are not neighbours"
-        assert [size for _, size in homes] == view.hosts and len(view.doors) == len(homes)
+        assert [size for _, size in homes] == view.hosts and len(view.peer_addresses) == len(homes)
         assert [m.rank for m in view.members] == list(range(len(chosen)))
         assert len([w for w in chosen if not w.leaving]) <= now.wanted
         holders = [at for at, _ in homes if self.hosts[at].holds]
@@ -141,7 +141,7 @@ class Storm(RuleBasedStateMachine):
     def says_hello(self, which: int) -> None:
         if (worker := self.one(which, "starting")) is not None:
             worker.phase, worker.phase_s, worker.pid = "waiting", 0.0, 100 + worker.number
-            worker.door = f"door of {worker.number}"
+            worker.peer_address = f"door of {worker.number}"
             self.now.failed_starts = 0
             self.settle()
 

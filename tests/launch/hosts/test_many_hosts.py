@@ -132,7 +132,7 @@ def test_a_worker_that_hangs_on_another_host(go: Go, calm: Calm, hosts: tuple[Ho
 
 
 @pytest.mark.slow
-def test_a_killed_porter(go: Go, calm: Calm, warm: Warm, hosts: tuple[Host, ...]) -> None:
+def test_a_killed_daemon(go: Go, calm: Calm, warm: Warm, hosts: tuple[Host, ...]) -> None:
     """All on its host die with it. Another can be started there, and takes part."""
     _, b, c, _ = hosts
     run = go({b: 2, c: 1}, "cnn")
@@ -355,7 +355,7 @@ def test_two_hosts_with_two_workers_each(cold: Cluster, calm: Calm, task: Path) 
 
 @pytest.mark.slow
 def test_the_driver_is_killed(cold: Cluster, calm: Calm, task: Path) -> None:
-    """Nobody trains on; porters look for it for a while, and go. Then it is resumed elsewhere."""
+    """Nobody trains on; daemons look for it for a while, and go. Then it is resumed elsewhere."""
     a, b, c = cold.net.hosts
     cold.start(b, 2, "--patience", "2")
     run = cold.train(task, "--workers", "1:4", *told("checkpoint.every_steps=5"))

@@ -154,7 +154,7 @@ def on_ray(to: Path, **how: Any) -> mh.Report:
     return train(to, engine="ray", worker_resources=CPU, **how)
 
 
-def porters(session: Session) -> list[int]:
+def daemons(session: Session) -> list[int]:
     found = ray_processes(str(session.folder / "token")) if session.folder else []
     return [pid for pid in found if process_name(pid).startswith("ray::Lodge")]
 
@@ -173,15 +173,15 @@ def test_the_weights_are_the_same_and_a_killed_worker_changes_nothing(
     report = on_ray(tmp_path / "run", workers=2, faults=faults)
     assert report.fingerprint == calm and report.recoveries == 1
     hosts = events(tmp_path / "run", "Hosted")
-    assert "with room for 2 workers" in hosts[0]["what"], "one porter has the whole node"
+    assert "with room for 2 workers" in hosts[0]["what"], "one daemon has the whole node"
 
 
 @needs_ray
-def test_a_killed_porter_is_given_up_at_once_and_replaced(
+def test_a_killed_daemon_is_given_up_at_once_and_replaced(
     session: Session, launcher: Launcher, tmp_path: Path
 ) -> None:
     def watch(step: Any) -> None:
-        if step.step % 20 == 0 and not killed and len(now := porters(session)) == 2:
+        if step.step % 20 == 0 and not killed and len(now := daemons(session)) == 2:
             killed.append(now[-1])
             os.kill(now[-1], signal.SIGKILL)
 
@@ -191,9 +191,9 @@ def test_a_killed_porter_is_given_up_at_once_and_replaced(
     report = on_ray(tmp_path / "run", workers="1:2", on_step=watch, settings=long, pause_s=0.01)
     assert killed and report.fingerprint == calmly
     told = [event["what"] for event in events(tmp_path / "run", "Hosted")]
-    assert any("Ray says that its porter died" in what for what in told), told
+    assert any("Ray says that its host daemon died" in what for what in told), told
     assert sum("has joined" in what for what in told) == 3, told
-    until(lambda: not porters(session), 10)
+    until(lambda: not daemons(session), 10)
 
 
 @pytest.mark.slow
@@ -208,7 +208,7 @@ def test_idle_room_is_given_back_and_asked_for_again(
         for name in ("first", "second"):
             report = train(tmp_path / name, workers=1, launcher=hands)
             assert report.fingerprint == calm
-            until(lambda: not porters(session), 20)
+            until(lambda: not daemons(session), 20)
             until(lambda: session.ray.available_resources().get("CPU") == every, 20)
     finally:
         hands.close()

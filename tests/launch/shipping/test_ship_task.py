@@ -152,13 +152,13 @@ def test_modules_beside_the_task_and_shipped_files_arrive_elsewhere(
     ]
     hidden = f"mount -t tmpfs none {home}; exec {shlex.join(join)}"
     environment = {**os.environ, "TMPDIR": str(away)}
-    porter = subprocess.Popen(["unshare", "-m", "sh", "-c", hidden], cwd=away, env=environment)
+    daemon = subprocess.Popen(["unshare", "-m", "sh", "-c", hidden], cwd=away, env=environment)
     try:
         there = mh.train("task.py", to=tmp_path / "there", launcher=hands, **how)
         assert there.fingerprint == here.fingerprint
     finally:
         hands.close()
-        assert porter.wait(30) == 0
+        assert daemon.wait(30) == 0
     assert list(away.iterdir()) == []
 
 

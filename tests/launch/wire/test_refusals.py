@@ -78,13 +78,13 @@ def guarded() -> Iterator[tuple["zmq.Socket[bytes]", Refusals, Credentials, int]
     router.curve_server, router.linger = True, 0
     router.curve_publickey = credentials.server_public
     router.curve_secretkey = credentials.server_secret
-    strangers = Refusals(context, router)
+    refusals = Refusals(context, router)
     port = router.bind_to_random_port("tcp://127.0.0.1")
-    strangers.where = f"127.0.0.1:{port}"
+    refusals.where = f"127.0.0.1:{port}"
     try:
-        yield router, strangers, credentials, port
+        yield router, refusals, credentials, port
     finally:
-        strangers.close()
+        refusals.close()
         router.close()
         auth.stop()
         context.term()
@@ -118,11 +118,11 @@ def throw(port: int, data: bytes) -> None:
 
 
 def test_strangers_are_counted_and_friends_are_not() -> None:
-    with guarded() as (router, strangers, credentials, port):
+    with guarded() as (router, refusals, credentials, port):
 
         def counts() -> tuple[int, int]:
-            strangers.look()
-            return strangers.connections, strangers.keys
+            refusals.look()
+            return refusals.connections, refusals.keys
 
         keys = credentials.server_public, credentials.client_public, credentials.client_secret
         with dealer(port, *keys) as friend:
@@ -137,15 +137,15 @@ def test_strangers_are_counted_and_friends_are_not() -> None:
         other = Credentials.of(new_secret(), "test")
         with dealer(port, other.server_public, other.client_public, other.client_secret):
             until(lambda: counts()[1] >= 2)
-        assert strangers.words() is None, "what comes within a second of the first is in it"
-        text = until(strangers.words)
+        assert refusals.words() is None, "what comes within a second of the first is in it"
+        text = until(refusals.words)
         assert re.fullmatch(
             r"\d+ connections? with another key and 3 connections that did not speak our language "
             rf"were refused at 127.0.0.1:{port}",
             text,
         )
-        strangers.count()
-        assert strangers.words() is None, "at most once in a while"
+        refusals.count()
+        assert refusals.words() is None, "at most once in a while"
 
 
 def test_what_was_refused_in_words() -> None:
@@ -280,16 +280,16 @@ def test_noise_at_every_port_changes_nothing(
         port = cluster.hosts.server.port
         join = [*MANYHANDS, "worker", "--join", f"127.0.0.1:{port}", "--token-file", str(token)]
         for name in ("b", "c"):
-            porter = subprocess.Popen([*join, "--name", name, "--slots", "1"], stderr=sys.stdout)
-            stack.callback(porter.wait, 30)
+            daemon = subprocess.Popen([*join, "--name", name, "--slots", "1"], stderr=sys.stdout)
+            stack.callback(daemon.wait, 30)
         stack.callback(cluster.close)
         driving = Driving(tmp_path, cluster, workers=3)
         stack.callback(driving.finish)
         driving.start()
         until(lambda: any(len(e["members"]) == 3 for e in driving.events("Viewed")))
         keys: Keys = captured["switchboard"].keys
-        doors = [w.door for w in captured["supervisor"].now.workers.values()]
-        ports = [int(a.rpartition(":")[2]) for a in (keys.address, *doors)]
+        peer_addresses = [w.peer_address for w in captured["supervisor"].now.workers.values()]
+        ports = [int(a.rpartition(":")[2]) for a in (keys.address, *peer_addresses)]
         noise = [
             threading.Thread(target=raw_noise, args=(p, random.Random(p)), daemon=True)
             for p in (port, *ports)
@@ -308,7 +308,7 @@ def test_noise_at_every_port_changes_nothing(
             texts = [e["text"] for e in driving.events("Warned")]
             return [t for t in texts if f"refused at {where}" in t]
 
-        for where in (f"127.0.0.1:{port}", keys.address.removeprefix("tcp://"), doors[0]):
+        for where in (f"127.0.0.1:{port}", keys.address.removeprefix("tcp://"), peer_addresses[0]):
             until(lambda where=where: warned(where))
         mark = driving.finish()
     calm = mh.train(

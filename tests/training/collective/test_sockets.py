@@ -63,7 +63,7 @@ class Hosts:
 
     def __init__(self, ranks: int, address: str = "127.0.0.1") -> None:
         self.reports: list[str] = []
-        self.doors = [PeerListener(address, self.reports.append) for _ in range(ranks)]
+        self.listeners = [PeerListener(address, self.reports.append) for _ in range(ranks)]
         self.pool = ThreadPoolExecutor(2 * ranks)
         self.patience = [Patient() for _ in range(ranks)]
 
@@ -74,17 +74,17 @@ class Hosts:
         for patience in self.patience:
             patience.told.set()
         self.pool.shutdown()
-        for door in self.doors:
-            door.close()
+        for listener in self.listeners:
+            listener.close()
 
     @property
     def addresses(self) -> list[str]:
-        return [door.address for door in self.doors]
+        return [listener.address for listener in self.listeners]
 
     def join(self, rank: int, slots: Sequence[Lanes] = (), **different: Any) -> Sockets:
-        ranks = different.pop("ranks", len(self.doors))
+        ranks = different.pop("ranks", len(self.listeners))
         usual: dict[str, Any] = {
-            "door": self.doors[rank],
+            "listener": self.listeners[rank],
             "addresses": self.addresses[:ranks],
             "generation": 1,
             "secret": SECRET,
@@ -105,7 +105,7 @@ class Hosts:
             with closing(self.join(rank, lanes, **different)) as links:
                 return body(rank, links)
 
-        ranks = range(different.get("ranks", len(self.doors)))
+        ranks = range(different.get("ranks", len(self.listeners)))
         return [f.result(LONG_S) for f in [self.start(work, rank) for rank in ranks]]
 
 
@@ -377,7 +377,7 @@ def test_one_who_cannot_be_reached_is_lost_and_one_who_is_busy_is_not(
 ) -> None:
     monkeypatch.setattr(door_module, "MEET_S", 0.2)
     three = hosts(3)
-    three.doors[0].close()  # its process is gone; host 1 listens and has not come yet
+    three.listeners[0].close()  # its process is gone; host 1 listens and has not come yet
     with pytest.raises(Broken, match="host 0 could not be reached") as caught:
         three.join(2)
     assert caught.value.lost == (0,)
@@ -430,7 +430,7 @@ def test_one_that_is_ahead_is_let_in_and_waits(hosts: Making) -> None:
     with closing(ahead), closing(three.join(0, ranks=2, generation=2)) as links:
         later = three.start(ahead.gather, message(1))
         assert values(links.gather(message(0))) == values(later.result(LONG_S)) == [0, 1]
-    assert three.doors[0].refused == 0
+    assert three.listeners[0].refused == 0
 
 
 def test_one_that_is_behind_is_refused(hosts: Making) -> None:
@@ -438,7 +438,7 @@ def test_one_that_is_behind_is_refused(hosts: Making) -> None:
     behind = two.start(two.join, 1)
     assert two.patience[1].entered.wait(LONG_S)
     meeting = two.start(two.join, 0, generation=2)
-    until(lambda: two.doors[0].refused > 1)  # it tries again
+    until(lambda: two.listeners[0].refused > 1)  # it tries again
     two.patience[1].told.set()
     with pytest.raises(Broken):
         behind.result(LONG_S)
@@ -504,7 +504,7 @@ def test_a_flood_of_strangers_disturbs_nobody(hosts: Making) -> None:
         for _ in range(250):  # who say anything, a million bytes of it
             with dial(address) as stranger, suppress(ConnectionError):
                 stranger.sendall(lots.randbytes(4000))
-        until(lambda: two.doors[0].refused >= 250 + MOST_CALLERS)
+        until(lambda: two.listeners[0].refused >= 250 + MOST_CALLERS)
 
         over = threading.Event()
 
@@ -528,8 +528,8 @@ def test_a_flood_of_strangers_disturbs_nobody(hosts: Making) -> None:
 def test_refusals_are_counted_and_told_now_and_then(hosts: Making) -> None:
     one = hosts(1)
     for _ in range(1000):
-        one.doors[0].refuse("it is a stranger")
-    assert one.doors[0].refused == 1000
+        one.listeners[0].refuse("it is a stranger")
+    assert one.listeners[0].refused == 1000
     told = f"a connection to {one.addresses[0]} was refused: it is a stranger"
     assert set(one.reports) == {told} and len(one.reports) < 100
 
@@ -546,7 +546,7 @@ def test_what_was_recorded_opens_no_door(hosts: Making) -> None:
         assert len(hello) == HELLO_BYTES + 32
         for number in range(20):
             assert play_back(three.addresses[0], hello) == b"", "it is not even answered"
-            until(lambda number=number: three.doors[0].refused == number + 1)
+            until(lambda number=number: three.listeners[0].refused == number + 1)
         meetings.append(three.start(three.join, 2))
         links = [stack.enter_context(closing(m.result(LONG_S))) for m in meetings]
         calls = [three.start(x.gather, message(rank)) for rank, x in enumerate(links)]
@@ -555,7 +555,7 @@ def test_what_was_recorded_opens_no_door(hosts: Making) -> None:
     two = hosts(2)  # with doors that have not heard it before
     meeting = two.start(two.join, 0)
     assert len(play_back(two.addresses[0], hello)) == 64, "a question that was never asked before"
-    until(lambda: two.doors[0].refused == 1)
+    until(lambda: two.listeners[0].refused == 1)
     with closing(two.join(1)), closing(meeting.result(LONG_S)):
         pass
 
@@ -579,7 +579,7 @@ def test_who_is_not_of_this_view_is_refused(hosts: Making, different: dict[str, 
     meeting = two.start(two.join, 0, ranks=2)
     rank = different.pop("rank", 1)
     wrong = two.start(two.join, rank, **{"ranks": 2} | different)
-    until(lambda: two.doors[0].refused > 1)
+    until(lambda: two.listeners[0].refused > 1)
     for patience in two.patience[1:]:
         patience.told.set()
     with pytest.raises(Broken):
@@ -614,13 +614,13 @@ def wander() -> None:
     """A host that is a process: says where its door is, is told of the others', takes steps."""
     rank, ranks, numel, address = sys.argv[1:]
     torch.set_num_threads(1)
-    world, door = World(int(rank), int(ranks), (1,) * int(ranks)), PeerListener(address)
-    print(door.address, flush=True)
+    world, listener = World(int(rank), int(ranks), (1,) * int(ranks)), PeerListener(address)
+    print(listener.address, flush=True)
     slots = [{F32: torch.full((int(numel),), float(rank))}]
     links = Sockets(
         world,
         slots,
-        door=door,
+        listener=listener,
         addresses=json.loads(input()),
         generation=1,
         secret=SECRET,

@@ -71,7 +71,7 @@ def take_over(way: str, old: list[Hand], new: list[Hand], step: int) -> None:
         lane.copy_(saved)
     entries = [e for hand in old for e in hand.optimizer.entries()]
     entries = [OptimizerEntry(e.key, e.name, e.offset, as_saved(e.value)) for e in entries]
-    new[0].keep.reset(step)
+    new[0].undo_log.reset(step)
     for rank, hand in enumerate(new):
         hand.join(rank, len(new), step, fresh=True)
         hand.optimizer.load(entries)
@@ -129,7 +129,7 @@ def test_a_newcomer_with_memory_of_its_own_is_brought_up_to_date(name: str) -> N
         if step == 3:
             for theirs, ours in zip(lanes(old), lanes(new), strict=True):
                 ours.copy_(theirs)
-            new.keep.unpack_extras(step, old.keep.pack_extras(step))
+            new.undo_log.unpack_extras(step, old.undo_log.pack_extras(step))
             new.join(0, 1, step)
         grads = gradients(old.replica.model, step, all=name == "sgd fused")
         for hand in (old, new) if step >= 3 else (old,):
@@ -141,8 +141,13 @@ def test_a_newcomer_with_memory_of_its_own_is_brought_up_to_date(name: str) -> N
 
 def lanes(hand: Hand) -> list[Tensor]:
     """What `AllReduce` sends to one who is behind."""
-    keep = hand.keep
-    return [*hand.weights.values(), *keep.slots.values(), *keep.scalars.values(), keep.exists]
+    undo_log = hand.undo_log
+    return [
+        *hand.weights.values(),
+        *undo_log.slots.values(),
+        *undo_log.scalars.values(),
+        undo_log.exists,
+    ]
 
 
 def test_how_optimizers_are_cut() -> None:

@@ -152,10 +152,10 @@ def play(story: Story) -> int:
             deaths += _mend(mender, story, death, k)
         later = [*alive, *hands(story.later_ranks, wild)][: story.later_ranks]
         _mend(later[0], story)
-        low, high = later[0].keep.steps()
+        low, high = later[0].undo_log.steps()
         assert low == high and low in (story.at, story.at + 1)
         go_on(later, low, last)
-        assert later[0].keep.steps() == alone.keep.steps() == (last, last)
+        assert later[0].undo_log.steps() == alone.undo_log.steps() == (last, last)
         for name, ours in alone.replica.parameters.items():
             assert torch.equal(ours, later[0].replica.parameters[name]), name
         assert state_of(later) == state_of([alone])
@@ -166,7 +166,9 @@ def _storm(hands: list[Hand], story: Story) -> list[Hand]:
     """Step `at`, as far as it comes; who died in it."""
     dead: list[Hand] = []
     for hand, (finishes, death) in zip(hands, story.fates, strict=True):
-        with (death if death and finishes < 0 else NEVER).strikes(hand.keep, story.noise) as died:
+        with (death if death and finishes < 0 else NEVER).strikes(
+            hand.undo_log, story.noise
+        ) as died:
             hand.optimizer.prepare(story.at)
         dead += [hand] * len(died)
     if dead:
@@ -181,21 +183,21 @@ def _storm(hands: list[Hand], story: Story) -> list[Hand]:
 
 def _update(hand: Hand, k: int, story: Story, death: Death | None) -> int:
     """The k-th unit in the step in which things go wrong."""
-    with (death or NEVER).strikes(hand.keep, story.noise) as died:
+    with (death or NEVER).strikes(hand.undo_log, story.noise) as died:
         hand.update(k, gradients(story.shapes, story.at), story.at)
     return len(died)
 
 
 def _mend(hand: Hand, story: Story, death: Death | None = None, at: int = 0) -> int:
     """As `AllReduce` does it, in a view of which this is the leader."""
-    with (death if death is not None and at < 0 else NEVER).strikes(hand.keep) as died:
-        hand.keep.repair()
-    low, high = hand.keep.steps()
+    with (death if death is not None and at < 0 else NEVER).strikes(hand.undo_log) as died:
+        hand.undo_log.repair()
+    low, high = hand.undo_log.steps()
     if died or low == high:
         return len(died)
     assert (low, high) == (story.at, story.at + 1)
     every = [u for rank in range(story.ranks) for u in hand.units_of(rank, story.ranks)]
-    behind = [unit for unit in every if hand.keep.done[unit.blocks[0]] == low]
+    behind = [unit for unit in every if hand.undo_log.done[unit.blocks[0]] == low]
     hand.replica.adopt()
     hand.optimizer.regroup(0, behind, low, own=True)
     for k in range(len(behind)):
@@ -259,7 +261,7 @@ class FrailMemory(mmap.mmap):
 
 
 @pytest.fixture
-def keep(monkeypatch: pytest.MonkeyPatch) -> Iterator[UndoLog]:
+def undo_log(monkeypatch: pytest.MonkeyPatch) -> Iterator[UndoLog]:
     kinds = {name: getattr(mmap, name) for name in ("MAP_SHARED", "MAP_PRIVATE", "MAP_ANONYMOUS")}
     monkeypatch.setattr(memory, "mmap", SimpleNamespace(mmap=FrailMemory, **kinds))
     monkeypatch.setattr(FrailMemory, "dies", False)
@@ -278,9 +280,9 @@ def values(step: int) -> dict[torch.dtype, Tensor]:
     return {F32: torch.full((5,), step + 0.5), torch.int64: torch.full((3,), 10 * step)}
 
 
-def found(keep: UndoLog, step: int) -> dict[torch.dtype, Tensor] | None:
+def found(undo_log: UndoLog, step: int) -> dict[torch.dtype, Tensor] | None:
     into = values(-9)
-    return into if keep.get_buffers(step, into) else None
+    return into if undo_log.get_buffers(step, into) else None
 
 
 def same(a: dict[Any, Any] | None, b: dict[Any, Any]) -> bool:
@@ -288,38 +290,38 @@ def same(a: dict[Any, Any] | None, b: dict[Any, Any]) -> bool:
 
 
 @pytest.mark.parametrize("nth", [0, 1, 2])
-def test_buffers_that_were_being_written_leave_the_older_ones(keep: UndoLog, nth: int) -> None:
-    assert found(keep, 3) is None and found(keep, 4) is None
+def test_buffers_that_were_being_written_leave_the_older_ones(undo_log: UndoLog, nth: int) -> None:
+    assert found(undo_log, 3) is None and found(undo_log, 4) is None
     for step in (4, 5):
-        keep.put_buffers(step, values(step))
-    with Death(nth).strikes(keep):
-        keep.put_buffers(6, values(6))
-    assert same(found(keep, 5), values(5))
-    assert same(found(keep, 6), values(6)) if nth == 2 else found(keep, 6) is None
-    assert found(keep, 4) is None, "its box was taken"
-    keep.put_buffers(6, values(6))
-    assert same(found(keep, 6), values(6)) and same(found(keep, 5), values(5))
-    keep.reset(0)
-    assert found(keep, 5) is None and found(keep, 6) is None
+        undo_log.put_buffers(step, values(step))
+    with Death(nth).strikes(undo_log):
+        undo_log.put_buffers(6, values(6))
+    assert same(found(undo_log, 5), values(5))
+    assert same(found(undo_log, 6), values(6)) if nth == 2 else found(undo_log, 6) is None
+    assert found(undo_log, 4) is None, "its box was taken"
+    undo_log.put_buffers(6, values(6))
+    assert same(found(undo_log, 6), values(6)) and same(found(undo_log, 5), values(5))
+    undo_log.reset(0)
+    assert found(undo_log, 5) is None and found(undo_log, 6) is None
 
 
 def test_a_note_that_was_being_written_leaves_the_older_one(
-    keep: UndoLog, monkeypatch: pytest.MonkeyPatch
+    undo_log: UndoLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert keep.get_note() is None
-    keep.put_note(4, b"first")
-    keep.put_note(7, b"the second, which is longer")
-    assert keep.get_note() == (7, b"the second, which is longer")
+    assert undo_log.get_note() is None
+    undo_log.put_note(4, b"first")
+    undo_log.put_note(7, b"the second, which is longer")
+    assert undo_log.get_note() == (7, b"the second, which is longer")
     with monkeypatch.context() as patch, suppress(Died):
         patch.setattr(FrailMemory, "dies", True)
-        keep.put_note(9, b"third")
-    assert keep.get_note() == (7, b"the second, which is longer")
-    keep.put_note(9, b"third")
-    assert keep.get_note() == (9, b"third")
+        undo_log.put_note(9, b"third")
+    assert undo_log.get_note() == (7, b"the second, which is longer")
+    undo_log.put_note(9, b"third")
+    assert undo_log.get_note() == (9, b"third")
     with pytest.raises(OptimizerRefused, match="too much"):
-        keep.put_note(9, bytes(1 << 24))
-    keep.reset(0)
-    assert keep.get_note() is None
+        undo_log.put_note(9, bytes(1 << 24))
+    undo_log.reset(0)
+    assert undo_log.get_note() is None
 
 
 def extras(step: int) -> dict[str, Any]:
@@ -345,26 +347,26 @@ def same_extras(a: dict[str, Any], b: dict[str, Any]) -> bool:
 
 @pytest.mark.parametrize("nth", [-1, 0, 1, 2, 3, 4, 5])
 def test_extras_that_were_being_written_leave_the_older_ones(
-    keep: UndoLog, nth: int, monkeypatch: pytest.MonkeyPatch
+    undo_log: UndoLog, nth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """-1: in the middle of the index that precedes the tensors."""
-    assert keep.get_extras(1, 0) == {}, "memory that nobody wrote to"
-    keep.put_extras(1, 4, extras(4))
-    keep.put_extras(1, 5, extras(5))
-    keep.put_extras(0, 6, extras(60))
+    assert undo_log.get_extras(1, 0) == {}, "memory that nobody wrote to"
+    undo_log.put_extras(1, 4, extras(4))
+    undo_log.put_extras(1, 5, extras(5))
+    undo_log.put_extras(0, 6, extras(60))
     with monkeypatch.context() as patch, suppress(Died):
         patch.setattr(FrailMemory, "dies", nth < 0)
-        with Death(max(0, nth)).strikes(keep):
-            keep.put_extras(1, 6, extras(6))
-    assert same_extras(keep.get_extras(1, 5), extras(5))
-    assert same_extras(keep.get_extras(1, 6), extras(6) if nth == 5 else {})
-    assert keep.get_extras(1, 4) == {}, "its box was taken"
-    assert same_extras(keep.get_extras(0, 6), extras(60))
-    keep.put_extras(1, 6, extras(6))
-    assert same_extras(keep.get_extras(1, 6), extras(6))
+        with Death(max(0, nth)).strikes(undo_log):
+            undo_log.put_extras(1, 6, extras(6))
+    assert same_extras(undo_log.get_extras(1, 5), extras(5))
+    assert same_extras(undo_log.get_extras(1, 6), extras(6) if nth == 5 else {})
+    assert undo_log.get_extras(1, 4) == {}, "its box was taken"
+    assert same_extras(undo_log.get_extras(0, 6), extras(60))
+    undo_log.put_extras(1, 6, extras(6))
+    assert same_extras(undo_log.get_extras(1, 6), extras(6))
 
 
-def test_what_is_read_is_nobodys_memory(keep: UndoLog) -> None:
-    keep.put_extras(1, 4, extras(4))
-    keep.get_extras(1, 4)["momentum"].zero_()  # type: ignore[union-attr]
-    assert same_extras(keep.get_extras(1, 4), extras(4))
+def test_what_is_read_is_nobodys_memory(undo_log: UndoLog) -> None:
+    undo_log.put_extras(1, 4, extras(4))
+    undo_log.get_extras(1, 4)["momentum"].zero_()  # type: ignore[union-attr]
+    assert same_extras(undo_log.get_extras(1, 4), extras(4))

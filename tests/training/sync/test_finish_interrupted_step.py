@@ -125,14 +125,14 @@ def play(kind: str, train: TrainConfig, *deaths: Death) -> tuple[int, dict[str, 
         hand.join(1, fresh=True)
         while hand.replica.step < AT:
             hand.step()
-        with (deaths[0] if deaths else NEVER).strikes(hand.sync.keep) as died:
+        with (deaths[0] if deaths else NEVER).strikes(hand.sync.undo_log) as died:
             hand.step()
         generation = 1
         while died:
             dead, generation = dead + 1, generation + 1
             hand = Hand(kind, train, fd)
             death = deaths[dead] if dead < len(deaths) else NEVER
-            with death.strikes(hand.sync.keep) as died:
+            with death.strikes(hand.sync.undo_log) as died:
                 hand.join(generation)
         return dead, hand.outcome()
 

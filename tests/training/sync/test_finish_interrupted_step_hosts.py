@@ -273,7 +273,7 @@ class Run:
         def among() -> bool:
             return threading.current_thread().name.startswith(dying)
 
-        with death.strikes(victim.sync.keep, among=among, told=victim.deadly):
+        with death.strikes(victim.sync.undo_log, among=among, told=victim.deadly):
             for thread in threads:
                 thread.start()
             for thread in threads:
@@ -351,12 +351,12 @@ def test_a_view_is_left_when_its_courier_is_done() -> None:
         memory, world, view = Memory(fd), World(0, 3, (2, 1)), View(1)
         room = SharedRoom(memory, Sizes({torch.float32: 16}, 2, 64))
         local = SharedMemory(world, room, 1, spin=False, patience=view)
-        tiers = TwoLevel(
+        levels = TwoLevel(
             world, local, lambda patience: Between(world, view, patience, []), patience=view
         )
-        never = tiers.send(lambda: tiers.readiness().wait_until(5))
-        more = tiers.send(lambda: None)
-        tiers.close()
+        never = levels.send(lambda: levels.readiness().wait_until(5))
+        more = levels.send(lambda: None)
+        levels.close()
         assert never.done() and more.done()
         assert isinstance(never.exception(), Broken)
 

@@ -131,9 +131,9 @@ def test_hosts_come_to_the_canonical_sum(
         for host in range(len(workers)):
             world = World(sum(workers[:host]), ranks, tuple(workers))
             slots = [partial_sums(gradients, ranges[r]) for r in world.ranks_of(host)]
-            tiers: Any = Host(world, view, slots)
+            levels: Any = Host(world, view, slots)
             sums.append({d: torch.zeros(n, dtype=d) for d, n in layout.trainable_sizes.items()})
-            made = OverlappedHostSum(layout, tiers, sums[host])
+            made = OverlappedHostSum(layout, levels, sums[host])
             arguments = (ranges, leaves, lambda host=host: done.append(host))
             threads.append(threading.Thread(target=made.begin, args=arguments, daemon=True))
     for thread in threads:

@@ -71,7 +71,7 @@ class AllReduce:
         layout = replica.layout
         self.cut, _ = how_to_cut(replica.optimizer)
         kept = what_it_keeps(replica.optimizer, layout) if self.cut == "blocks" else NOTHING_KEPT
-        self.keep = UndoLog(
+        self.undo_log = UndoLog(
             layout,
             replica.weights,
             kept.slots,
@@ -85,7 +85,7 @@ class AllReduce:
             replica.parameters,
             layout,
             replica.weights,
-            self.keep,
+            self.undo_log,
             self.cut,
             kept,
         )
@@ -95,7 +95,7 @@ class AllReduce:
             self.optimizer, memory, micro_batches=train.micro_batches, moment=moment
         )
         self.regrouping = Regrouping(
-            replica, self.keep, self.optimizer, self.form, self.outcomes, self.updating
+            replica, self.undo_log, self.optimizer, self.form, self.outcomes, self.updating
         )
         most_leaves = train.micro_batches + 1  # a last record joins the batch before it
         self._meet = collective(
@@ -111,31 +111,31 @@ class AllReduce:
         )
         self._trainable = [replica.parameters[p.name] for p in layout.trainable]
         self._step: StepTally | None = None
-        self._tiers: TwoLevel | None = None
+        self._levels: TwoLevel | None = None
         self.overlap = train.overlap
         self.reducing: OverlappedHostSum | None = None
 
     # ---- a place in a view
 
     def held(self) -> Held:
-        return Held(self.keep.holds, self.optimizer.entries())
+        return Held(self.undo_log.holds, self.optimizer.entries())
 
     def regroup(self, place: Place) -> None:
         self.world, self.speeds = place.world, place.speeds
         self.close()
-        self._tiers = self.tiers = self._meet(place)
+        self._levels = self.levels = self._meet(place)
         layout = self.replica.layout
-        self.summing = LocalSum(layout.trainable, self._trainable, self.tiers.slots)
+        self.summing = LocalSum(layout.trainable, self._trainable, self.levels.slots)
         self._step = None
         # The workers of a host share out what is in its memory, and that is everything.
         self.rank = self.world.local_rank
         self.spans = share_out(layout, self.world.local_ranks, cut=self.cut)
         self.bounds = [bounds(spans) for spans in self.spans]
         self.blocks = [blocks(spans) for spans in self.spans]
-        many = self.tiers.many
-        self.reducing = OverlappedHostSum(layout, self.tiers, self.updating.sums) if many else None
+        many = self.levels.many
+        self.reducing = OverlappedHostSum(layout, self.levels, self.updating.sums) if many else None
         mine = units(layout, self.spans[self.rank], cut=self.cut)
-        self.regrouping.regroup(place, self.tiers, mine)
+        self.regrouping.regroup(place, self.levels, mine)
         if place.changes:
             self.replica.change(place.changes)
             self.regrouping.note(place)
@@ -175,7 +175,7 @@ class AllReduce:
         message = sheet.signed(self.heard(), mine, self.replica.clip_norm)
         # The first unit is copied aside while the others are waited for.
         prepare = partial(self.optimizer.prepare, cut.step)
-        everyone = self.tiers.gather(message, FACTS, cut.step, prepare)
+        everyone = self.levels.gather(message, FACTS, cut.step, prepare)
         self._step = self.form.read(cut.step, everyone)
         return self.form.learn(cut, self._step, everyone, audited)
 
@@ -199,7 +199,7 @@ class AllReduce:
 
     def _summed(self, step: int) -> None:
         """The whole sum of a step is in this host's memory."""
-        self.keep.summed[:] = step + 1, self.world.local_ranks
+        self.undo_log.summed[:] = step + 1, self.world.local_ranks
 
     def _is_witness(self, cut: Cut, index: int) -> bool:
         """The worker after the one that this micro-batch is dealt to computes it too."""
@@ -219,9 +219,9 @@ class AllReduce:
             else:
                 self._update_summed(step)
             if self.world.leads_host:
-                self.keep.put_buffers(step.step + 1, self.replica.buffers.committed)
+                self.undo_log.put_buffers(step.step + 1, self.replica.buffers.committed)
             self.moment("share")
-            self.tiers.meet()
+            self.levels.meet()
 
     def _update(self, step: StepTally) -> None:
         """With everybody's partial sums, which are all on this host."""
@@ -240,15 +240,15 @@ class AllReduce:
 
     def _gather_outcomes(self, step: StepTally) -> list[Bytes]:
         """Everyone's outcomes of the buffers that are merged by value, if any changed."""
-        if step.leaves == self.world.num_ranks == 1 and not self.keep.journals:
+        if step.leaves == self.world.num_ranks == 1 and not self.undo_log.journals:
             return []  # in memory that outlives us: whoever mends must find them
         message = self.outcomes.message(step, self.world.rank)
-        return [] if message is None else self.tiers.gather(message, OUTCOMES, step.step)
+        return [] if message is None else self.levels.gather(message, OUTCOMES, step.step)
 
     def _exchange(self, step: StepTally) -> Parts:
         """This worker's stretch of everybody's partial sums."""
         counts = [len(subtrees(r, step.leaves)) for r in step.ranges]
-        return parts_of(self.tiers.exchange(counts, self.bounds), step)
+        return parts_of(self.levels.exchange(counts, self.bounds), step)
 
     def _clip_factor(self, step: StepTally, parts: Parts) -> float:
         """What the gradient is multiplied with. This worker's stretch of it is left in the sums."""
@@ -263,11 +263,11 @@ class AllReduce:
         counts = [len(b) for b in self.blocks]
         norms = np.zeros(max(counts))
         norms[: len(mine)] = mine
-        everyone = self.tiers.gather_here(norms.view(np.uint8), NORMS, step.step)
+        everyone = self.levels.gather_here(norms.view(np.uint8), NORMS, step.step)
         rows = [m.view(np.float64)[:n] for m, n in zip(everyone, counts, strict=True)]
         return np.concatenate(rows)
 
     def close(self) -> None:
-        if self._tiers is not None:
-            self._tiers.close()
-            self._tiers = None
+        if self._levels is not None:
+            self._levels.close()
+            self._levels = None

@@ -42,32 +42,32 @@ class Regrouping:
     def __init__(
         self,
         replica: Replica,
-        keep: UndoLog,
+        undo_log: UndoLog,
         optimizer: ShardedOptimizer,
         form: Form,
         outcomes: BufferOutcomes,
         updating: Update,
     ) -> None:
-        self.replica, self.keep, self.optimizer = replica, keep, optimizer
+        self.replica, self.undo_log, self.optimizer = replica, undo_log, optimizer
         self.form, self.outcomes, self.updating = form, outcomes, updating
         self._current = False
         """Whether groups and schedule here are those of `replica.step`."""
 
-    def regroup(self, place: Place, tiers: TwoLevel, mine: Sequence[Unit]) -> None:
+    def regroup(self, place: Place, levels: TwoLevel, mine: Sequence[Unit]) -> None:
         """`mine` are the units that this worker updates from now on."""
         world = place.world
         begins = place.fresh is not None and world.host == 0
         if begins:
-            self._begin(place, tiers, mine)
+            self._begin(place, levels, mine)
         elif place.fresh is not None:
             self._current = False
-        elif world.leads_host and self.keep.holds:
-            self._mend(tiers, world.local_rank)
-        if tiers.between is not None:
-            tiers.carry(lambda: self._level(place, tiers))
-        elif place.fresh is None and not tiers.many and not self.keep.holds:
+        elif world.leads_host and self.undo_log.holds:
+            self._mend(levels, world.local_rank)
+        if levels.between is not None:
+            levels.carry(lambda: self._level(place, levels))
+        elif place.fresh is None and not levels.many and not self.undo_log.holds:
             raise Broken("nobody holds the state any more")
-        tiers.meet()
+        levels.meet()
         if not begins:
             self._go_on(world.local_rank, mine)
         self.note(place)
@@ -75,33 +75,33 @@ class Regrouping:
     def note(self, place: Place) -> None:
         """Groups and schedule as they are now, between steps: whoever joins later must know."""
         if place.world.leads_host:
-            self.keep.put_note(self.replica.step, self._note())
+            self.undo_log.put_note(self.replica.step, self._note())
 
-    def _begin(self, place: Place, tiers: TwoLevel, mine: Sequence[Unit]) -> None:
+    def _begin(self, place: Place, levels: TwoLevel, mine: Sequence[Unit]) -> None:
         """On the first host, with what the replicas hold; the leader's model is what all start
         from."""
         assert place.fresh is not None
         replica, world, step = self.replica, place.world, place.fresh
         if world.leads:
             replica.publish()
-            self.keep.reset(step)
-            self.keep.put_buffers(step, replica.buffers.committed)
-        tiers.meet()
+            self.undo_log.reset(step)
+            self.undo_log.put_buffers(step, replica.buffers.committed)
+        levels.meet()
         replica.adopt()
         replica.step, self._current = step, True
         self.optimizer.regroup(world.local_rank, mine, step, fresh=True)
         if place.entries is not None:
             self.optimizer.load(place.entries())
         self.optimizer.keep_extras(step)
-        tiers.meet()
+        levels.meet()
         self.note(place)
 
     def _go_on(self, rank: int, mine: Sequence[Unit]) -> None:
         """With what is kept."""
-        step, _ = self.keep.steps()
+        step, _ = self.undo_log.steps()
         self.replica.adopt()
         self._catch_up(step)
-        self.keep.get_buffers(step, self.replica.buffers.committed)
+        self.undo_log.get_buffers(step, self.replica.buffers.committed)
         self.replica.buffers.show()
         self.optimizer.regroup(rank, mine, step)
 
@@ -111,7 +111,7 @@ class Regrouping:
         """As they are after `step` steps."""
         replica = self.replica
         if not self._current:
-            found = self.keep.get_note()
+            found = self.undo_log.get_note()
             assert found is not None, "a view that goes on follows one that began"
             replica.step, note = found
             self._take_note(note)
@@ -133,39 +133,39 @@ class Regrouping:
 
     # ---- after a death
 
-    def _mend(self, tiers: TwoLevel, rank: int) -> None:
+    def _mend(self, levels: TwoLevel, rank: int) -> None:
         """Bring everything that is kept to the end of the newest step that anybody began to take.
 
         Idempotent: whoever mends can die too.
         """
-        self.keep.repair()
-        low, high = self.keep.steps()
+        self.undo_log.repair()
+        low, high = self.undo_log.steps()
         if low < high:
             self._catch_up(low)
-            self._finish_step(tiers, rank, self._recall(tiers, low))
+            self._finish_step(levels, rank, self._recall(levels, low))
         committed = self.replica.buffers.committed
-        if not self.keep.get_buffers(high, committed):
-            whole = self.keep.get_buffers(high - 1, committed)
+        if not self.undo_log.get_buffers(high, committed):
+            whole = self.undo_log.get_buffers(high - 1, committed)
             assert whole, f"buffers of step {high - 1} are kept until those of {high} are"
-            told = tiers.recall(OUTCOMES, high - 1)
-            self.outcomes.commit(self._recall(tiers, high - 1), told)
-            self.keep.put_buffers(high, committed)
-        self.keep.summed[:] = 0
+            told = levels.recall(OUTCOMES, high - 1)
+            self.outcomes.commit(self._recall(levels, high - 1), told)
+            self.undo_log.put_buffers(high, committed)
+        self.undo_log.summed[:] = 0
 
-    def _recall(self, tiers: TwoLevel, step: int) -> StepTally:
-        return self.form.read(step, tiers.recall(FACTS, step))
+    def _recall(self, levels: TwoLevel, step: int) -> StepTally:
+        return self.form.read(step, levels.recall(FACTS, step))
 
-    def _finish_step(self, tiers: TwoLevel, rank: int, step: StepTally) -> None:
+    def _finish_step(self, levels: TwoLevel, rank: int, step: StepTally) -> None:
         """Update what the members of the view before this one did not get to."""
         layout, cut, updating = self.replica.layout, self.optimizer.cut, self.updating
-        summed = int(self.keep.summed[0]) == step.step + 1
-        workers = int(self.keep.summed[1]) if summed else len(step.ranges)
+        summed = int(self.undo_log.summed[0]) == step.step + 1
+        workers = int(self.undo_log.summed[1]) if summed else len(step.ranges)
         spans = share_out(layout, workers, cut=cut)
         behind = [
             unit
             for owned in spans
             for unit in units(layout, owned, cut=cut)
-            if self.keep.done[unit.blocks[0]] == step.step
+            if self.undo_log.done[unit.blocks[0]] == step.step
         ]
         every = [block for owned in spans for block in blocks(owned)]
         norms = partial(updating.summed_norms, step) if summed else updating.norms
@@ -175,17 +175,17 @@ class Regrouping:
             if summed:
                 updating.update_summed(step, factor)
                 return
-            parts = parts_of([tiers.left_by(r) for r in range(len(step.ranges))], step)
+            parts = parts_of([levels.left_by(r) for r in range(len(step.ranges))], step)
             updating.update(step, parts, updating.whole, factor)
 
     # ---- after the loss of a host, or when one is new
 
-    def _level(self, place: Place, tiers: TwoLevel) -> None:
+    def _level(self, place: Place, levels: TwoLevel) -> None:
         """Between hosts: those who are behind take everything from one who is not."""
-        keep, here, between = self.keep, tiers.world.host, tiers.between
+        undo_log, here, between = self.undo_log, levels.world.host, levels.between
         assert between is not None
-        holds = keep.holds and (place.fresh is None or here == 0)
-        reached = np.array([keep.steps()[0] if holds else -1], dtype=np.int64)
+        holds = undo_log.holds and (place.fresh is None or here == 0)
+        reached = np.array([undo_log.steps()[0] if holds else -1], dtype=np.int64)
         steps = [int(m.view(np.int64)[0]) for m in between.gather(reached.view(np.uint8))]
         step, holder = max(steps), steps.index(max(steps))
         if step < 0:
@@ -194,19 +194,19 @@ class Regrouping:
             return
         receives = steps[here] < step
         if receives:
-            keep.void()
-        note, extras = (b"", b"") if receives else (self._kept_note(), keep.pack_extras(step))
-        head = np.array([len(note), len(extras), int(keep.exists.any())], dtype=np.int64)
+            undo_log.void()
+        note, extras = (b"", b"") if receives else (self._kept_note(), undo_log.pack_extras(step))
+        head = np.array([len(note), len(extras), int(undo_log.exists.any())], dtype=np.int64)
         told = between.gather(head.view(np.uint8))[holder].view(np.int64).tolist()
         text = torch.zeros(told[0] + told[1], dtype=torch.uint8)
         if here == holder:
             text[:] = torch.frombuffer(bytearray(note + extras), dtype=torch.uint8)
         buffers = {d: torch.zeros_like(c) for d, c in self.replica.buffers.committed.items()}
         if not receives:
-            keep.get_buffers(step, buffers)
-        lanes = [text, *self.replica.weights.values(), *buffers.values(), keep.exists]
+            undo_log.get_buffers(step, buffers)
+        lanes = [text, *self.replica.weights.values(), *buffers.values(), undo_log.exists]
         if told[2]:
-            lanes += [*keep.slots.values(), *keep.scalars.values()]
+            lanes += [*undo_log.slots.values(), *undo_log.scalars.values()]
         for lane in lanes:
             if lane.numel():
                 owned: list[Bounds] = [{lane.dtype: (0, 0)}] * len(steps)
@@ -214,12 +214,12 @@ class Regrouping:
                 between.share({lane.dtype: lane}, owned)
         if receives:
             received = text.numpy().tobytes()
-            keep.take(step, buffers)
-            keep.unpack_extras(step, received[told[0] :])
+            undo_log.take(step, buffers)
+            undo_log.unpack_extras(step, received[told[0] :])
             at, words = msgspec.msgpack.decode(received[: told[0]], type=tuple[int, bytes])
-            keep.put_note(at, words)
+            undo_log.put_note(at, words)
 
     def _kept_note(self) -> bytes:
-        found = self.keep.get_note()
+        found = self.undo_log.get_note()
         assert found is not None, "who holds the state has a note"
         return msgspec.msgpack.encode(found)

@@ -85,8 +85,8 @@ def _share(bounds: tuple[int, int], part: int, parts: int) -> tuple[int, int]:
 class OverlappedHostSum:
     """One view's use of it."""
 
-    def __init__(self, layout: Layout, tiers: TwoLevel, sums: Lanes) -> None:
-        self.tiers, self.sums, self.world = tiers, sums, tiers.world
+    def __init__(self, layout: Layout, levels: TwoLevel, sums: Lanes) -> None:
+        self.levels, self.sums, self.world = levels, sums, levels.world
         self.buckets = buckets(layout, bucket_bytes(layout, self.world.num_hosts))
         self.owned: list[list[Bounds]] = [
             [
@@ -99,7 +99,7 @@ class OverlappedHostSum:
             [k for k, bucket in enumerate(self.buckets) if piece in bucket.pieces]
             for piece in range(len(layout.trainable))
         ]
-        self._words = tiers.readiness()
+        self._words = levels.readiness()
         self._steps = 0
         self._waiting: list[int] = []
         self._ready = 0
@@ -111,8 +111,8 @@ class OverlappedHostSum:
         self._ready = 0
         first = self._steps * len(self.buckets)
         self._steps += 1
-        if self.tiers.between is not None:
-            self.tiers.send(partial(self._reduce, first, ranges, leaves, whole))
+        if self.levels.between is not None:
+            self.levels.send(partial(self._reduce, first, ranges, leaves, whole))
 
     def finished(self, piece: int) -> None:
         """This worker has nothing more to add to a piece."""
@@ -134,7 +134,7 @@ class OverlappedHostSum:
     def _reduce(
         self, first: int, ranges: Sequence[range], leaves: int, whole: Callable[[], None]
     ) -> None:
-        world, between = self.world, self.tiers.between
+        world, between = self.world, self.levels.between
         assert between is not None
         of_hosts = [_union(ranges[r] for r in world.ranks_of(h)) for h in range(world.num_hosts)]
         nodes = [subtrees(r, leaves) for r in of_hosts]
@@ -154,8 +154,8 @@ class OverlappedHostSum:
         whole()
 
     def _slots_of(self, local_rank: int) -> Sequence[Lanes]:
-        tiers = self.tiers
-        return tiers.slots if local_rank == tiers.world.local_rank else tiers.left_by(local_rank)
+        levels = self.levels
+        return levels.slots if local_rank == levels.world.local_rank else levels.left_by(local_rank)
 
     def _finish(self, parts: list[tuple[Node, Lanes]], leaves: int, out: Lanes) -> None:
         theirs = {id(lanes) for _, lanes in parts}
