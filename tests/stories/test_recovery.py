@@ -333,7 +333,7 @@ def test_the_agent_is_killed_before_it_has_read_its_orders(tmp_path: Path) -> No
     agent = local.agent.pid
     try:
         os.kill(agent, signal.SIGSTOP)
-        local.start(0, b"", tmp_path / "log")
+        local.start(0, lambda place: b"", tmp_path / "log")
         os.kill(agent, signal.SIGKILL)
         while not (signs := local.poll()):
             pass

@@ -248,7 +248,8 @@ class TestLocal(LauncherContract):
     ) -> None:
         launcher.start(0, orders(b"parent 60"), tmp_path / "log")
         self.pids(launcher, 1)
-        while not (said := (tmp_path / "log").read_text()):
+        log = tmp_path / "log"
+        while not (said := log.read_text() if log.exists() else ""):
             time.sleep(0.005)
         launcher.kill(0)
         self.exits(launcher, 1)
