@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A wished speed at work: the run is measured step by step, and workers are chosen for it.
 
-What is decided is in pacing.py; here are the clock and the words that people read.
+What is decided is in workers_for_speed.py; here are the clock and the words that people read.
 """
 
 import time

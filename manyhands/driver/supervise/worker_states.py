@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Everything the supervisor has learnt: of each worker, and of the run. Decisions look at it alone.
 
-Times are in seconds until now, as the supervisor's clocks (clocks.py) last wrote them down.
+Times are in seconds until now, as the supervisor's clocks (liveness.py) last wrote them down.
 """
 
 from dataclasses import dataclass, field

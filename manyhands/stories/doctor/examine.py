@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`manyhands doctor`: looks at this host, and at others and the ways between them, as a run would.
 
-Hosts join as they join a run, over ssh or by themselves; each then has a probe (probing.py), which
+Hosts join as they join a run, over ssh or by themselves; each then has a probe (probe.py), which
 is asked about its host and meets the others as workers do, two hosts at a time. What they say is
-judged in diagnosis.py.
+judged in checks.py.
 """
 
 import os

@@ -3,7 +3,7 @@
 
 The user's optimizer stays the holder of groups, and schedules act on it; before every step its
 hyper-parameters are copied to the optimizer that does the work. Which parts may be separated
-depends on its kind (kinds.py).
+depends on its kind (optimizer_kinds.py).
 
 A parameter that received no gradient in any micro-batch is skipped: None is not zero.
 """
