@@ -10,8 +10,8 @@ from peers import BATCH, Convert, Epoch, main
 
 import manyhands as mh
 from manyhands.accounting.micro_batches import steps_per_epoch
-from manyhands.data.reading.feed import Feed
-from manyhands.data.reading.prepared import Prepared as Records
+from manyhands.data.reading.micro_batch_feed import Feed
+from manyhands.data.reading.shard_records import Prepared as Records
 
 
 class Prepared:

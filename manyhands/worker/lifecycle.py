@@ -25,7 +25,7 @@ import msgspec
 import torch
 
 from manyhands.checkpoint.saver import Content
-from manyhands.data.reading.feed import Feed
+from manyhands.data.reading.micro_batch_feed import Feed
 from manyhands.data.reading.records import make_ready, open_data, share
 from manyhands.launch.shipping import ship_task
 from manyhands.launch.wire.channel import Line
@@ -65,7 +65,7 @@ from manyhands.worker.scoring import evaluation_of, my_batches, score_together
 from manyhands.worker.watched_feed import WatchedDoor, WatchedFeed, trouble_of
 
 if TYPE_CHECKING:
-    from manyhands.data.fetching.sharing import Sharing
+    from manyhands.data.fetching.peer_sharing import Sharing
 
 
 def main(orders: bytes) -> int:

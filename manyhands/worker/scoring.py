@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from manyhands.data.reading.feed import held_out_batches, on_device
+from manyhands.data.reading.micro_batch_feed import held_out_batches, on_device
 from manyhands.data.reading.records import Records, open_data
 from manyhands.evaluation import scores
 from manyhands.launch.wire.channel import Line

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 
 from manyhands.accounting.micro_batches import Cut, MicroBatch, steps_per_epoch
-from manyhands.data.reading.feed import Feed, on_device
+from manyhands.data.reading.micro_batch_feed import Feed, on_device
 from manyhands.launch.wire.channel import Line
 from manyhands.launch.wire.heartbeat import Pulse
 from manyhands.training.collective.handshake import Door

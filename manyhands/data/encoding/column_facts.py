@@ -30,14 +30,14 @@ from manyhands.data.columns.arrays import (
     whole,
 )
 from manyhands.data.columns.schema import Column, Schema, type_of
-from manyhands.data.encoding.images import Shape, shape_of
+from manyhands.data.encoding.decode_images import Shape, shape_of
 from manyhands.data.encoding.requested_encoding import NUMERIC, Encoding, Kind
-from manyhands.data.encoding.text import chars, words
-from manyhands.data.statistics import counts as counting
-from manyhands.data.statistics import sketch as sketching
-from manyhands.data.statistics.counts import Counts, Tally
+from manyhands.data.encoding.tokenize_text import chars, words
+from manyhands.data.statistics import quantile_sketch as sketching
+from manyhands.data.statistics import value_counts as counting
 from manyhands.data.statistics.moments import Moments, moments
-from manyhands.data.statistics.sketch import Sketch
+from manyhands.data.statistics.quantile_sketch import Sketch
+from manyhands.data.statistics.value_counts import Counts, Tally
 
 SIZES = 8
 """Different sizes of images that are remembered."""

@@ -21,8 +21,9 @@ from manyhands.data.columns.hashing import hash_values
 from manyhands.data.columns.schema import ID, Column, Schema, type_of
 from manyhands.data.encoding.choose_encoding import choose
 from manyhands.data.encoding.column_facts import plain_numbers
-from manyhands.data.encoding.dates import circles
-from manyhands.data.encoding.fitting import (
+from manyhands.data.encoding.cyclical_dates import circles
+from manyhands.data.encoding.decode_images import decode_all
+from manyhands.data.encoding.fitted_encoders import (
     KNOWN,
     MISSING,
     NO_CLASS,
@@ -41,10 +42,9 @@ from manyhands.data.encoding.fitting import (
     as_arrow,
     finish,
 )
-from manyhands.data.encoding.images import decode_all
-from manyhands.data.encoding.numeric import raw, scaled
 from manyhands.data.encoding.requested_encoding import Encoding, parse_encoding
-from manyhands.data.encoding.text import byte_tokens, chars, shortened, token_lists, words
+from manyhands.data.encoding.scale_numbers import raw, scaled
+from manyhands.data.encoding.tokenize_text import byte_tokens, chars, shortened, token_lists, words
 from manyhands.values.errors import DataError
 
 __all__ = [

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from manyhands.data.reading.order import Permutation, Positions, permutation
+from manyhands.data.ordering.epoch_order import Permutation, Positions, permutation
 from manyhands.values.errors import DataError
 
 SLACK = 0.25

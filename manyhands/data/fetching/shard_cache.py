@@ -29,7 +29,7 @@ from weakref import WeakSet
 
 import xxhash
 
-from manyhands.data.mapreduce.tasks import parse_bytes
+from manyhands.data.mapreduce.resumable_tasks import parse_bytes
 from manyhands.data.shards.manifest import ShardInfo
 from manyhands.data.shards.shard_file import check_blocks
 from manyhands.values.errors import DataError

@@ -15,10 +15,10 @@ from typing import BinaryIO, Protocol
 
 import xxhash
 
-from manyhands.data.fetching import peers
-from manyhands.data.fetching.peers import TIMEOUT_S
+from manyhands.data.fetching import shard_server
 from manyhands.data.fetching.placement import Placement
 from manyhands.data.fetching.shard_cache import Cache
+from manyhands.data.fetching.shard_server import TIMEOUT_S
 from manyhands.data.shards.manifest import BLOCK_BYTES, ShardInfo
 from manyhands.data.shards.prepared_url import blocks_of, inside, join
 from manyhands.data.shards.shard_file import Damage, check_blocks
@@ -180,7 +180,7 @@ class Peer:
     def _source(self, book: Peers, host: str) -> "Source":
         def blocks(info: ShardInfo, first: int) -> Iterator[bytes]:
             try:
-                yield from peers.fetch(
+                yield from shard_server.fetch(
                     book.addresses[host],
                     info,
                     book.credentials,

@@ -32,17 +32,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from manyhands.data.mapreduce.function_digest import function_digest
-from manyhands.data.mapreduce.plain_values import (
-    NotPlain,
-    decode,
-    encode,
-    encode_json,
-    key_bytes,
-    key_value,
-)
-from manyhands.data.mapreduce.results import WORK, Part, claim_folder, finish, write_lines
-from manyhands.data.mapreduce.sorting import (
+from manyhands.data.mapreduce.external_sort import (
     Pair,
     Range,
     Run,
@@ -55,12 +45,22 @@ from manyhands.data.mapreduce.sorting import (
     read_run,
     write_run,
 )
-from manyhands.data.mapreduce.tasks import Crew, Job, Submits, digest_of, parse_bytes
+from manyhands.data.mapreduce.function_digest import function_digest
+from manyhands.data.mapreduce.plain_values import (
+    NotPlain,
+    decode,
+    encode,
+    encode_json,
+    key_bytes,
+    key_value,
+)
+from manyhands.data.mapreduce.results_folder import WORK, Part, claim_folder, finish, write_lines
+from manyhands.data.mapreduce.resumable_tasks import Crew, Job, Submits, digest_of, parse_bytes
 from manyhands.values.errors import DataError, DataTaskFailed, ManyhandsError
 from manyhands.values.task import user_traceback
 
 if TYPE_CHECKING:
-    from manyhands.data.mapreduce.rows import Rows
+    from manyhands.data.mapreduce.file_rows import Rows
 
 Record = Any
 """None, bool, int, float, str, bytes, or a list or dict of these."""
@@ -196,7 +196,7 @@ def _chunks(crew: Crew, source: Source, memory_bytes: int) -> Iterable["Chunk | 
 
 def _rows(crew: Crew, files: Iterable[str | Path], most: int) -> "list[Rows]":
     # Parsers of every format are imported by those who read files.
-    from manyhands.data.mapreduce.rows import stage_rows
+    from manyhands.data.mapreduce.file_rows import stage_rows
 
     return stage_rows(crew, [str(file) for file in files], most)
 

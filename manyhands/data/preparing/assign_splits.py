@@ -25,12 +25,12 @@ from numpy.typing import NDArray
 from manyhands.data.columns.arrays import compute
 from manyhands.data.columns.hashing import Hashes, hash_rows, near
 from manyhands.data.columns.schema import ID
-from manyhands.data.mapreduce.shuffle import bucket_of
+from manyhands.data.mapreduce.external_shuffle import bucket_of
 from manyhands.data.sources.staging import read_piece
 from manyhands.data.splitting.leakage import Report, shared
-from manyhands.data.splitting.links import Links, linked, linking
-from manyhands.data.splitting.split import NOWHERE, Rule, assign, instants, keys
-from manyhands.data.statistics.quantile import Quantile
+from manyhands.data.splitting.linked_records import Links, linked, linking
+from manyhands.data.splitting.split_rule import NOWHERE, Rule, assign, instants, keys
+from manyhands.data.statistics.exact_quantiles import Quantile
 from manyhands.values.rundir import write_whole
 
 MOST_LABELS = 1000

@@ -21,15 +21,15 @@ from manyhands.data.columns.hashing import mix64
 from manyhands.data.columns.schema import ID, Schema
 from manyhands.data.encoding.column_facts import collect
 from manyhands.data.encoding.encoders import attempt
-from manyhands.data.encoding.fitting import Fitted
-from manyhands.data.encoding.pack import pack
+from manyhands.data.encoding.fitted_encoders import Fitted
+from manyhands.data.encoding.pack_columns import pack
 from manyhands.data.encoding.requested_encoding import Encoding
-from manyhands.data.encoding.unseen import unseen
-from manyhands.data.mapreduce.shuffle import KEY, Spilled, gather, spill
+from manyhands.data.encoding.unseen_values import unseen
+from manyhands.data.mapreduce.external_shuffle import KEY, Spilled, gather, spill
 from manyhands.data.preparing.assign_splits import load_splits
-from manyhands.data.preparing.balance import balance, resample, sample
+from manyhands.data.preparing.balance_classes import balance, resample, sample
+from manyhands.data.preparing.lineage import Account, by_class, sampled_out
 from manyhands.data.preparing.recipe import SUFFIX, WEIGHT, Recipe
-from manyhands.data.preparing.record_accounts import Account, by_class, sampled_out
 from manyhands.data.shards.manifest import ShardInfo
 from manyhands.data.shards.shard_file import write_shard
 from manyhands.data.shards.shard_formats import write_parquet, write_tfrecord

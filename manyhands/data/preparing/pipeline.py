@@ -24,18 +24,9 @@ from typing import Any, get_args
 import msgspec
 
 from manyhands.data.columns.schema import RECORD_BITS
-from manyhands.data.mapreduce.tasks import Crew, parse_bytes
+from manyhands.data.mapreduce.resumable_tasks import Crew, parse_bytes
 from manyhands.data.preparing import write_shards
 from manyhands.data.preparing.assign_splits import Division
-from manyhands.data.preparing.output_folder import (
-    Site,
-    bars,
-    claim,
-    target_bytes,
-    tidy,
-    work_folder,
-)
-from manyhands.data.preparing.phases import Pieces, divide_all, group_of, stage_all
 from manyhands.data.preparing.recipe import (
     Balance,
     Format,
@@ -46,6 +37,15 @@ from manyhands.data.preparing.recipe import (
     refuse_finished,
     settle_roles,
 )
+from manyhands.data.preparing.split_pieces import Pieces, divide_all, group_of, stage_all
+from manyhands.data.preparing.work_folder import (
+    Site,
+    bars,
+    claim,
+    target_bytes,
+    tidy,
+    work_folder,
+)
 from manyhands.data.shards.manifest import Manifest, write_manifest
 from manyhands.data.sources.cutting.source import Bad, Source
 from manyhands.data.sources.formats.python_iterable import Spooled
@@ -54,7 +54,7 @@ from manyhands.data.sources.staging import (
     read_bad,
     too_many,
 )
-from manyhands.data.splitting.split import folds, parse_split
+from manyhands.data.splitting.split_rule import folds, parse_split
 from manyhands.values.errors import DataError
 from manyhands.values.rundir import write_whole
 from manyhands.values.version import VERSION

@@ -22,17 +22,17 @@ from manyhands.data.encoding.encoders import (
     finish,
     refuse_clashes,
 )
-from manyhands.data.encoding.fitting import Classes, Fitted
-from manyhands.data.encoding.pack import match, pack, packed_schema
+from manyhands.data.encoding.fitted_encoders import Classes, Fitted
+from manyhands.data.encoding.pack_columns import match, pack, packed_schema
 from manyhands.data.encoding.requested_encoding import Encoding, parse_encoding, with_missing
-from manyhands.data.mapreduce.shuffle import buckets_for
-from manyhands.data.mapreduce.tasks import Job, digest_of
+from manyhands.data.mapreduce.external_shuffle import buckets_for
+from manyhands.data.mapreduce.resumable_tasks import Job, digest_of
 from manyhands.data.preparing import encode_pieces
 from manyhands.data.preparing.assign_splits import Division
 from manyhands.data.preparing.encode_pieces import MOST_COPIES, Applied, Fit, Plan, Shard
-from manyhands.data.preparing.output_folder import Site
+from manyhands.data.preparing.lineage import lineage_of, merged
 from manyhands.data.preparing.recipe import WEIGHT
-from manyhands.data.preparing.record_accounts import lineage_of, merged
+from manyhands.data.preparing.work_folder import Site
 from manyhands.data.shards.manifest import VERSION, Manifest, SplitInfo, read_manifest
 from manyhands.data.sources.staging import read_piece
 from manyhands.values.errors import DataError

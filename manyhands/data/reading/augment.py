@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from manyhands.data.reading.draw import Draw, Transform
-from manyhands.data.reading.pixels import (
+from manyhands.data.ordering.record_randomness import Draw, Transform
+from manyhands.data.reading.augment_images import (
     Brightness,
     Contrast,
     Normalise,

@@ -19,17 +19,17 @@ import torch
 from torch.utils.data import default_collate
 
 from manyhands.accounting.micro_batches import Batch
-from manyhands.data.reading.draw import Transform
-from manyhands.data.reading.order import FIRST, Order, Positions, Visit, order, permutation
+from manyhands.data.ordering.epoch_order import FIRST, Order, Positions, Visit, order, permutation
+from manyhands.data.ordering.record_randomness import Transform
 from manyhands.data.shards.prepared_url import Folder, RemoteFolder, folder_of
 from manyhands.values.config import DataConfig
 from manyhands.values.errors import TaskError
 from manyhands.values.task import user_traceback
 
 if TYPE_CHECKING:
-    from manyhands.data.fetching.sharing import Sharing
+    from manyhands.data.fetching.peer_sharing import Sharing
     from manyhands.data.fetching.transfer import Progress, Transfer
-    from manyhands.data.reading.prepared import Prepared
+    from manyhands.data.reading.shard_records import Prepared
     from manyhands.data.shards.manifest import Listing
 
 # torch cannot take rows of these.
@@ -275,7 +275,7 @@ def make_ready(
     """What is to be here before the first step is fetched (of "all", also what is here is checked);
     a cache too small for this many workers of this host is refused."""
     if parts := _transferred(train, held_out):
-        from manyhands.data.fetching.fetch import make_ready as fetch_what_is_needed
+        from manyhands.data.fetching.fetch_before_start import make_ready as fetch_what_is_needed
 
         fetch_what_is_needed(parts, workers=workers, quiet=quiet, fetch=fetch, progress=progress)
 
@@ -286,9 +286,9 @@ def share(
     """Take part in the exchange of shards between hosts, at this address; None: there is none."""
     if settings.transfer != "peer" or not (parts := _transferred(train, held_out)):
         return None
-    from manyhands.data.fetching import sharing
+    from manyhands.data.fetching import peer_sharing
 
-    return sharing.share(parts, settings.placement, secret, at)
+    return peer_sharing.share(parts, settings.placement, secret, at)
 
 
 def _transferred(*given: Records | None) -> "list[Prepared]":
@@ -296,7 +296,7 @@ def _transferred(*given: Records | None) -> "list[Prepared]":
     sharded = [r for r in given if not isinstance(r, Columns | Items | Part | None)]
     if not sharded:
         return []
-    from manyhands.data.reading.prepared import Prepared  # which is loaded by now
+    from manyhands.data.reading.shard_records import Prepared  # which is loaded by now
 
     return [r for r in sharded if isinstance(r, Prepared) and r.data.transfer is not None]
 
@@ -315,7 +315,7 @@ def _reachable(given: Sequence[Any], settings: DataConfig) -> list[Any]:
     far = [data for data in given if _is_far(data)]
     if not far and settings.cache_limit is None:
         return list(given)
-    from manyhands.data.fetching.fetch import cache_limit, open_cache, open_transfer
+    from manyhands.data.fetching.fetch_before_start import cache_limit, open_cache, open_transfer
 
     cache_limit(settings)  # a wrong one is refused, even where nothing needs it
     shared = open_cache(settings) if far else None
@@ -371,7 +371,7 @@ def _held_out_split(data: PreparedData, listings: Listings) -> PreparedData | No
 
 def _records(data: Any, where: str, listings: Listings) -> Records:
     if isinstance(data, PreparedData):
-        from manyhands.data.reading.prepared import (
+        from manyhands.data.reading.shard_records import (
             Prepared,  # Arrow is not needed by others, and large
         )
 

@@ -9,7 +9,7 @@ import msgspec
 
 from manyhands.data.columns.schema import Schema
 from manyhands.data.shards.prepared_url import Folder
-from manyhands.data.sources.access.urls import is_url, shown
+from manyhands.data.sources.access.url_secrets import is_url, shown
 from manyhands.values.errors import DataError
 from manyhands.values.rundir import write_whole
 

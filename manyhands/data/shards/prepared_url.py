@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
-from manyhands.data.sources.access.urls import is_url, shown
+from manyhands.data.sources.access.url_secrets import is_url, shown
 from manyhands.values.errors import DataError
 
 _BLOCK_BYTES = 1 << 20

@@ -4,13 +4,13 @@
 import json
 from typing import Literal
 
+from manyhands.data.sources.access.decompress import is_tfrecord
 from manyhands.data.sources.access.files import name_of_file, read_head, shown, suffix_of
-from manyhands.data.sources.access.unpack import is_tfrecord
 from manyhands.data.sources.formats import sniffing
 from manyhands.data.sources.formats.access_log import AccessLog
-from manyhands.data.sources.formats.idx import is_idx, is_named_idx
+from manyhands.data.sources.formats.idx_files import is_idx, is_named_idx
 from manyhands.data.sources.formats.image_folder import SUFFIXES as IMAGE_SUFFIXES
-from manyhands.data.sources.values.fields import Dialect
+from manyhands.data.sources.values.csv_fields import Dialect
 from manyhands.values.errors import DataError
 
 Format = Literal[

@@ -28,12 +28,12 @@ from manyhands.data.sources.access.files import (
 from manyhands.data.sources.cutting.source import Source
 from manyhands.data.sources.detect_format import FORMATS, Format, detect, is_document, is_image
 from manyhands.data.sources.formats.access_log import AccessLog
-from manyhands.data.sources.formats.columnar import Columnar
-from manyhands.data.sources.formats.delimited import Delimited
-from manyhands.data.sources.formats.idx import Idx
+from manyhands.data.sources.formats.csv_files import Delimited
+from manyhands.data.sources.formats.idx_files import Idx
 from manyhands.data.sources.formats.image_folder import Images
-from manyhands.data.sources.formats.jsonlines import JsonLines
-from manyhands.data.sources.formats.plaintext import PlainText
+from manyhands.data.sources.formats.json_lines import JsonLines
+from manyhands.data.sources.formats.parquet_and_arrow import Columnar
+from manyhands.data.sources.formats.plain_text import PlainText
 from manyhands.data.sources.formats.python_iterable import spool as spooled
 from manyhands.data.sources.formats.tfrecord_files import TFRecords
 from manyhands.values.errors import DataError

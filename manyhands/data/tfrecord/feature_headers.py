@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from manyhands.data.tfrecord.feature_kinds import BYTES
 from manyhands.data.tfrecord.framing import Bytes, Positions
-from manyhands.data.tfrecord.one_example import varint
+from manyhands.data.tfrecord.parse_one_example import varint
 
 
 @dataclass(frozen=True, slots=True)

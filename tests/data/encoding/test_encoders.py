@@ -17,6 +17,7 @@ from PIL import Image
 from manyhands.data.columns.hashing import mix64
 from manyhands.data.columns.schema import ID, Column, Role, Schema, arrow_schema, name_of
 from manyhands.data.encoding.column_facts import Facts, collect, merge, statistics
+from manyhands.data.encoding.decode_images import decode, shape_of
 from manyhands.data.encoding.encoders import (
     Encoders,
     Fitted,
@@ -29,15 +30,14 @@ from manyhands.data.encoding.encoders import (
     parse_encoding,
     sizes,
 )
-from manyhands.data.encoding.fitting import NO_CLASS
-from manyhands.data.encoding.images import decode, shape_of
-from manyhands.data.encoding.pack import match, pack, packed_schema
-from manyhands.data.encoding.unseen import Unseen, unseen
-from manyhands.data.encoding.unseen import merged as merged_unseen
-from manyhands.data.preparing.balance import balance, resample, sample
-from manyhands.data.statistics import counts as counts_module
+from manyhands.data.encoding.fitted_encoders import NO_CLASS
+from manyhands.data.encoding.pack_columns import match, pack, packed_schema
+from manyhands.data.encoding.unseen_values import Unseen, unseen
+from manyhands.data.encoding.unseen_values import merged as merged_unseen
+from manyhands.data.preparing.balance_classes import balance, resample, sample
+from manyhands.data.statistics import value_counts as counts_module
 from manyhands.data.statistics.moments import Moments, moments
-from manyhands.data.statistics.sketch import CELLS, Sketch, merged, sketch
+from manyhands.data.statistics.quantile_sketch import CELLS, Sketch, merged, sketch
 from manyhands.values.errors import DataError
 
 TIME = pa.timestamp("us")

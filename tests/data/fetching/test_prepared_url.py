@@ -19,13 +19,13 @@ from typer.testing import CliRunner
 
 import manyhands as mh
 from manyhands.cli.commands import app
-from manyhands.data.fetching import fetch
-from manyhands.data.fetching.fetch import open_cache, shown_when_slow
+from manyhands.data.fetching import fetch_before_start
+from manyhands.data.fetching.fetch_before_start import open_cache, shown_when_slow
 from manyhands.data.fetching.shard_cache import Cache
 from manyhands.data.fetching.transfer import Direct, Peer, Replicate
-from manyhands.data.preparing.look import overview, verified
-from manyhands.data.reading.prepared import Prepared
+from manyhands.data.preparing.overview import overview, verified
 from manyhands.data.reading.records import make_ready, open_data, prepared, sampled_digest
+from manyhands.data.reading.shard_records import Prepared
 from manyhands.data.shards.manifest import Manifest, read_manifest, write_manifest
 from manyhands.data.shards.prepared_url import RemoteFolder, folder_of
 from manyhands.launch.engines.launcher import Launcher
@@ -239,7 +239,7 @@ def test_settings_choose_the_transfer(web: Web, settings: DataConfig) -> None:
 def test_a_cache_that_is_too_small_is_refused_with_the_numbers(
     web: Web, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fetch, "_mb", lambda nbytes: f"{nbytes}B")
+    monkeypatch.setattr(fetch_before_start, "_mb", lambda nbytes: f"{nbytes}B")
     manifest = read_manifest(folder)
     shard = manifest.splits["train"].shards[0].nbytes
     assert {s.nbytes for split in manifest.splits.values() for s in split.shards} == {shard}
@@ -268,8 +268,8 @@ def test_a_cache_that_is_too_small_is_refused_with_the_numbers(
 
 
 def test_a_size_is_written_as_it_is_read() -> None:
-    assert fetch._mb(1) == "1MB" and fetch._mb(10**6) == "1MB"
-    assert fetch._mb(2 * (128 << 20)) == "269MB"
+    assert fetch_before_start._mb(1) == "1MB" and fetch_before_start._mb(10**6) == "1MB"
+    assert fetch_before_start._mb(2 * (128 << 20)) == "269MB"
 
 
 # ---- before the start
@@ -278,12 +278,12 @@ def test_a_size_is_written_as_it_is_read() -> None:
 def test_only_what_takes_long_is_shown(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(fetch, "SHOW_AFTER_S", 30.0)
+    monkeypatch.setattr(fetch_before_start, "SHOW_AFTER_S", 30.0)
     with shown_when_slow("fetching x", quiet=False) as progress:
         assert progress is not None
         progress(1, 2)
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr(fetch, "SHOW_AFTER_S", 0.01)
+    monkeypatch.setattr(fetch_before_start, "SHOW_AFTER_S", 0.01)
     with shown_when_slow("fetching x", quiet=False):
         time.sleep(0.2)
     assert capsys.readouterr().err == "fetching x\n"

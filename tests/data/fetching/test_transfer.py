@@ -25,9 +25,9 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manyhands.data.fetching.peers import PIECE_BYTES, WINDOW, ShardServer, fetch
 from manyhands.data.fetching.placement import Host, Placement, place
 from manyhands.data.fetching.shard_cache import Cache, key_of
+from manyhands.data.fetching.shard_server import PIECE_BYTES, WINDOW, ShardServer, fetch
 from manyhands.data.fetching.transfer import Direct, Peer, Peers, Replicate, Source, download, join
 from manyhands.data.shards.manifest import BLOCK_BYTES, ShardInfo
 from manyhands.data.shards.shard_file import describe_shard

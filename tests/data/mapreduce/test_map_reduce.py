@@ -23,13 +23,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manyhands.data.mapreduce import shuffle
+from manyhands.data.mapreduce import external_shuffle
+from manyhands.data.mapreduce.external_shuffle import KEY, bucket_of, buckets_for, gather, spill
+from manyhands.data.mapreduce.external_sort import Sorter, merged, ranges
 from manyhands.data.mapreduce.function_digest import function_digest
 from manyhands.data.mapreduce.map_reduce import map_reduce
 from manyhands.data.mapreduce.plain_values import decode, encode, key_bytes, key_value
-from manyhands.data.mapreduce.shuffle import KEY, bucket_of, buckets_for, gather, spill
-from manyhands.data.mapreduce.sorting import Sorter, merged, ranges
-from manyhands.data.mapreduce.tasks import Crew, Job, Progress, parse_bytes
+from manyhands.data.mapreduce.resumable_tasks import Crew, Job, Progress, parse_bytes
 from manyhands.values.errors import DataDamaged, DataError
 
 # ---- tasks
@@ -398,7 +398,7 @@ def test_columns_too_large_for_one_piece(tmp_path: Path, monkeypatch: pytest.Mon
     table, splits, keys = rows(200, seed=1)
     table = pa.concat_tables([table.slice(0, 90), table.slice(90)])
     expected = shuffled(tmp_path, table, splits, keys, [50], [3, 2])
-    monkeypatch.setattr(shuffle, "LIMIT", 100)
+    monkeypatch.setattr(external_shuffle, "LIMIT", 100)
     for got, want in zip(
         shuffled(tmp_path, table, splits, keys, [50], [3, 2]), expected, strict=True
     ):

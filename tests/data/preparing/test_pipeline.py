@@ -22,12 +22,12 @@ from torch import nn
 
 import manyhands as mh
 from manyhands.data.encoding.encoders import Encoders
-from manyhands.data.fetching.peers import ShardServer
 from manyhands.data.fetching.placement import Host, place
 from manyhands.data.fetching.shard_cache import Cache
+from manyhands.data.fetching.shard_server import ShardServer
 from manyhands.data.fetching.transfer import Direct, Peer, Peers, Replicate
-from manyhands.data.preparing.look import overview, verified
-from manyhands.data.preparing.record_accounts import alike
+from manyhands.data.preparing.lineage import alike
+from manyhands.data.preparing.overview import overview, verified
 from manyhands.data.shards.manifest import read_manifest
 from manyhands.data.shards.shard_formats import read_table
 from manyhands.launch.engines.launcher import Launcher

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.data.reading.feed import Feed, held_out_batches
-from manyhands.data.reading.order import order, permutation
+from manyhands.data.ordering.epoch_order import order, permutation
+from manyhands.data.reading.micro_batch_feed import Feed, held_out_batches
 from manyhands.data.reading.records import open_data, record_ids
 from manyhands.training.compute.seeds import seed_everything
 from manyhands.values.errors import TaskError

@@ -19,11 +19,11 @@ from manyhands.data.columns.schema import unify
 from manyhands.data.sources.cutting.record_boundaries import Found, Rule, find_records, records_of
 from manyhands.data.sources.cutting.source import Bad, Chunk, Piece, Source, Types
 from manyhands.data.sources.formats.access_log import AccessLog, JsonLines, PlainText
-from manyhands.data.sources.formats.delimited import Delimited
-from manyhands.data.sources.formats.plaintext import find_windows
-from manyhands.data.sources.values.fields import Dialect, split
+from manyhands.data.sources.formats.csv_files import Delimited
+from manyhands.data.sources.formats.plain_text import find_windows
+from manyhands.data.sources.values.csv_fields import Dialect, split
+from manyhands.data.sources.values.dates_in_text import all_times
 from manyhands.data.sources.values.text_values import cleaned, converted, inferred, nulls_of
-from manyhands.data.sources.values.times import all_times
 from manyhands.values.errors import DataError
 
 TIME = pa.timestamp("us")

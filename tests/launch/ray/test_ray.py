@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import manyhands as mh
-from manyhands.data.mapreduce.tasks import Crew, Job
+from manyhands.data.mapreduce.resumable_tasks import Crew, Job
 from manyhands.launch.choose_engine import open_engine
 from manyhands.launch.engines.launcher import Launcher
 from manyhands.launch.hosts.requested_hosts import Wish

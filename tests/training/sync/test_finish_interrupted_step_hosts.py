@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from manyhands.data.reading.feed import Feed
+from manyhands.data.reading.micro_batch_feed import Feed
 from manyhands.data.reading.records import open_data
 from manyhands.training.collective import two_level as tiers_module
 from manyhands.training.collective.collective import (

@@ -17,15 +17,15 @@ import stat
 from typing import BinaryIO, cast
 
 from manyhands.data.sources.access import remote_files
-from manyhands.data.sources.access.remote_files import trouble
-from manyhands.data.sources.access.unpack import (
+from manyhands.data.sources.access.decompress import (
     HEAD_BYTES,
     SUFFIXES,
     Compression,
     Unpacked,
     by_magic,
 )
-from manyhands.data.sources.access.urls import is_url, shown
+from manyhands.data.sources.access.remote_files import trouble
+from manyhands.data.sources.access.url_secrets import is_url, shown
 from manyhands.values.errors import DataError
 
 __all__ = [

@@ -26,16 +26,16 @@ from manyhands.data.sources.cutting.record_boundaries import (
 )
 from manyhands.data.sources.cutting.source import Chunk, Piece, Types
 from manyhands.data.sources.formats import sniffing
-from manyhands.data.sources.formats.jsonlines import JsonLines
-from manyhands.data.sources.formats.plaintext import PlainText
-from manyhands.data.sources.values.fields import (
+from manyhands.data.sources.formats.json_lines import JsonLines
+from manyhands.data.sources.formats.plain_text import PlainText
+from manyhands.data.sources.values.csv_fields import (
     TextColumns,
     checked_encoding,
     lost_piece,
     text_lines,
     typed_piece,
 )
-from manyhands.data.sources.values.times import TIME
+from manyhands.data.sources.values.dates_in_text import TIME
 
 __all__ = ["AccessLog", "JsonLines", "PlainText"]
 

@@ -24,7 +24,7 @@ from manyhands.data.sources.access.files import (
     size_of,
 )
 from manyhands.data.sources.cutting.source import Bad, Chunk, Piece, Types
-from manyhands.data.sources.values.casting import piece_of
+from manyhands.data.sources.values.arrow_casting import piece_of
 
 FORMATS = ("PNG", "JPEG", "GIF", "BMP", "WEBP", "TIFF")
 SUFFIXES = frozenset(

@@ -20,7 +20,7 @@ import xxhash
 
 from manyhands.data.sources.cutting.source import Bad, Chunk, Piece, Types
 from manyhands.data.sources.formats.python_rows import Row, as_row, described, size_of_row, table_of
-from manyhands.data.sources.values.casting import piece_of
+from manyhands.data.sources.values.arrow_casting import piece_of
 from manyhands.values.errors import DataError, DataTaskFailed
 from manyhands.values.task import user_traceback
 

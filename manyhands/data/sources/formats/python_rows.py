@@ -15,7 +15,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from manyhands.data.columns.schema import unify
-from manyhands.data.sources.values import casting
+from manyhands.data.sources.values import arrow_casting
 
 Row = dict[str, Any]
 
@@ -124,8 +124,8 @@ def _column(values: list[Any]) -> tuple[pa.Array, list[int]]:
         pass
     singles = [_single(value) for value in values]
     failed = [row for row, single in enumerate(singles) if single is None]
-    kind = unify(casting.ours(single.type) for single in singles if single is not None)
-    arrays = [pa.nulls(1, kind) if s is None else casting.cast(s, kind) for s in singles]
+    kind = unify(arrow_casting.ours(single.type) for single in singles if single is not None)
+    arrays = [pa.nulls(1, kind) if s is None else arrow_casting.cast(s, kind) for s in singles]
     return pa.concat_arrays(arrays), failed
 
 

@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from manyhands.data.sources.access import files
 from manyhands.data.sources.cutting.record_boundaries import find_records, printable
-from manyhands.data.sources.values.fields import Dialect, split
+from manyhands.data.sources.values.csv_fields import Dialect, split
 from manyhands.data.sources.values.text_values import NULLS, inferred
 from manyhands.values.errors import DataError
 

@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from manyhands.data.sources.access.decompress import is_tfrecord
 from manyhands.data.sources.access.files import (
     compression_of,
     local_path,
@@ -27,12 +28,11 @@ from manyhands.data.sources.access.files import (
     shown,
     size_of,
 )
-from manyhands.data.sources.access.unpack import is_tfrecord
 from manyhands.data.sources.cutting.source import Bad, Chunk, Piece, Types
-from manyhands.data.sources.values.casting import piece_of
-from manyhands.data.tfrecord.examples import parse
+from manyhands.data.sources.values.arrow_casting import piece_of
 from manyhands.data.tfrecord.feature_kinds import MOST_BYTES
 from manyhands.data.tfrecord.framing import FOOTER, HEADER, check, index
+from manyhands.data.tfrecord.parse_examples import parse
 
 Positions = NDArray[np.int64]
 
