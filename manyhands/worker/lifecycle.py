@@ -25,7 +25,7 @@ import msgspec
 import torch
 
 from manyhands.checkpoint.saver import Content
-from manyhands.data.reading.micro_batch_feed import Feed
+from manyhands.data.reading.micro_batch_feed import MicroBatchFeed
 from manyhands.data.reading.records import make_ready, open_data, share
 from manyhands.launch.shipping import ship_task
 from manyhands.launch.wire.channel import Line
@@ -156,7 +156,7 @@ class Hand:
         at = self.door.address.rpartition(":")[0]
         self.sharing = share(records, self.held_out, self.config.data, self.orders.secret, at)
         self.built = agreement.describe(self.replica, records)
-        feed = Feed(
+        feed = MicroBatchFeed(
             records,
             seed=train.seed,
             batch=train.batch,

@@ -15,13 +15,13 @@ from PIL import Image, UnidentifiedImageError
 
 FORMATS = ("PNG", "JPEG", "GIF", "BMP", "WEBP", "TIFF", "PPM")
 
-Shape = tuple[int, int, int]
+ImageShape = tuple[int, int, int]
 """Height, width, channels (1, 3 or 4)."""
 
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 
 
-def shape_of(data: bytes) -> Shape | None:
+def shape_of(data: bytes) -> ImageShape | None:
     """From the head of an image alone; None when it cannot be read."""
     try:
         with _opened(data) as image:
@@ -30,7 +30,7 @@ def shape_of(data: bytes) -> Shape | None:
         return None
 
 
-def decode(data: bytes, shape: Shape) -> NDArray[np.uint8] | str:
+def decode(data: bytes, shape: ImageShape) -> NDArray[np.uint8] | str:
     """Pixels of this shape, resized (bilinear, antialiased) where needed, or what is wrong."""
     height, width, channels = shape
     try:
@@ -46,7 +46,7 @@ def decode(data: bytes, shape: Shape) -> NDArray[np.uint8] | str:
         return f"an image that cannot be decoded ({error or type(error).__name__})"
 
 
-def decode_all(values: pa.Array, shape: Shape) -> tuple[pa.Array, dict[int, str]]:
+def decode_all(values: pa.Array, shape: ImageShape) -> tuple[pa.Array, dict[int, str]]:
     """uint8[H * W * C] for each value, and by row what is wrong. Missing and bad ones are black."""
     pixels = np.zeros((len(values), *shape), np.uint8)
     wrong: dict[int, str] = {}

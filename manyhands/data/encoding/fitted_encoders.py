@@ -16,27 +16,29 @@ import pyarrow as pa
 
 from manyhands.data.columns.arrays import compute, is_list, is_number, is_text
 from manyhands.data.columns.schema import Role, name_of, type_of
-from manyhands.data.encoding.column_facts import Facts
-from manyhands.data.encoding.decode_images import Shape
+from manyhands.data.encoding.column_facts import ColumnFacts
+from manyhands.data.encoding.decode_images import ImageShape
 from manyhands.data.encoding.requested_encoding import NUMERIC, TOKENS, Encoding, Missing
-from manyhands.data.statistics.value_counts import Counts
+from manyhands.data.statistics.value_counts import ValueCounts
 from manyhands.values.errors import DataError
 
 UNKNOWN, MISSING, KNOWN = 0, 1, 2
 NO_CLASS = -100
 """The class of a label that training never saw: what torch's losses leave out of account."""
 
-Value = str | int | float | bool
+KnownValue = str | int | float | bool
 
 
-class _Fitted(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="kind"):
+class _FittedColumn(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="kind"
+):
     type: str
     """Of the raw column."""
     role: Role = "feature"
     missing: Missing = ""
 
 
-class Scaled(_Fitted, frozen=True, tag="scaled"):
+class ScaledNumbers(_FittedColumn, frozen=True, tag="scaled"):
     """(x - center) / scale, of logarithms if so."""
 
     center: float
@@ -46,56 +48,67 @@ class Scaled(_Fitted, frozen=True, tag="scaled"):
     log: bool = False
 
 
-class Ranked(_Fitted, frozen=True, tag="ranked"):
+class Ranked(_FittedColumn, frozen=True, tag="ranked"):
     """Evenly over (0, 1), between these quantiles."""
 
     edges: list[float]
     fill: float
 
 
-class Dates(_Fitted, frozen=True, tag="dates"):
+class Dates(_FittedColumn, frozen=True, tag="dates"):
     """Microseconds since 1970, scaled; and the day, the week and the year as circles."""
 
     center: float
     scale: float
 
 
-class Raw(_Fitted, frozen=True, tag="raw"):
+class Raw(_FittedColumn, frozen=True, tag="raw"):
     to: str
     fill: str | int | float
 
 
-class Vocabulary(_Fitted, frozen=True, tag="vocabulary"):
-    values: list[Value]
+class Vocabulary(_FittedColumn, frozen=True, tag="vocabulary"):
+    values: list[KnownValue]
 
 
-class Hashed(_Fitted, frozen=True, tag="hashed"):
+class Hashed(_FittedColumn, frozen=True, tag="hashed"):
     buckets: int
     """Indices in all: UNKNOWN (nothing has it), MISSING, and those that values are spread over."""
 
 
-class Tokens(_Fitted, frozen=True, tag="tokens"):
+class Tokens(_FittedColumn, frozen=True, tag="tokens"):
     by: Literal["words", "chars", "bytes"]
-    values: list[Value] = []
+    values: list[KnownValue] = []
     length: int = 0
 
 
-class Picture(_Fitted, frozen=True, tag="picture"):
-    shape: Shape
+class Picture(_FittedColumn, frozen=True, tag="picture"):
+    shape: ImageShape
 
 
-class Classes(_Fitted, frozen=True, tag="classes"):
-    values: list[Value]
+class Classes(_FittedColumn, frozen=True, tag="classes"):
+    values: list[KnownValue]
 
 
-class Dropped(_Fitted, frozen=True, tag="dropped"):
+class DroppedColumn(_FittedColumn, frozen=True, tag="dropped"):
     pass
 
 
-Fitted = Scaled | Ranked | Dates | Raw | Vocabulary | Hashed | Tokens | Picture | Classes | Dropped
+Fitted = (
+    ScaledNumbers
+    | Ranked
+    | Dates
+    | Raw
+    | Vocabulary
+    | Hashed
+    | Tokens
+    | Picture
+    | Classes
+    | DroppedColumn
+)
 
 
-def finish(encoding: Encoding, facts: Facts) -> Fitted:
+def finish(encoding: Encoding, facts: ColumnFacts) -> Fitted:
     """The encoding with what it needs to know of the training records."""
     _refuse_misfit(encoding, facts)
     column = facts.column
@@ -130,10 +143,10 @@ def finish(encoding: Encoding, facts: Facts) -> Fitted:
         case "classes":
             return Classes(values=_classes(facts), **base)
         case "drop":
-            return Dropped(**base)
+            return DroppedColumn(**base)
 
 
-def _refuse_misfit(encoding: Encoding, facts: Facts) -> None:
+def _refuse_misfit(encoding: Encoding, facts: ColumnFacts) -> None:
     kind = type_of(facts.column.type)
     inner = kind.value_type if is_list(kind) else kind
     number = is_number(inner) or pa.types.is_boolean(inner)
@@ -170,7 +183,7 @@ def _default_missing(encoding: Encoding, role: Role) -> Missing:
     return "error" if needed else ""
 
 
-def _scaled(encoding: Encoding, facts: Facts, base: dict[str, Any]) -> Scaled:
+def _scaled(encoding: Encoding, facts: ColumnFacts, base: dict[str, Any]) -> ScaledNumbers:
     center, spread = 0.0, 0.0
     if encoding.kind == "minmax" and facts.bounds:
         center = float(facts.bounds[0])
@@ -180,14 +193,16 @@ def _scaled(encoding: Encoding, facts: Facts, base: dict[str, Any]) -> Scaled:
     elif facts.moments:
         center, spread = facts.moments.mean, facts.moments.deviation
     log = encoding.kind == "log"
-    return Scaled(center=center, scale=spread or 1.0, fill=_fill(encoding, facts), log=log, **base)
+    return ScaledNumbers(
+        center=center, scale=spread or 1.0, fill=_fill(encoding, facts), log=log, **base
+    )
 
 
-def _fill(encoding: Encoding, facts: Facts) -> float:
+def _fill(encoding: Encoding, facts: ColumnFacts) -> float:
     return facts.moments.mean if facts.moments and encoding.missing != "zero" else 0.0
 
 
-def _edges(encoding: Encoding, facts: Facts) -> list[float]:
+def _edges(encoding: Encoding, facts: ColumnFacts) -> list[float]:
     if not facts.sketch or not facts.bounds:
         return [0.0, 0.0]
     fractions = [i / encoding.most for i in range(encoding.most + 1)]
@@ -210,7 +225,7 @@ def _raw_type(asked: str, kind: pa.DataType, role: Role) -> str:
     return "int64" if pa.types.is_timestamp(kind) else name_of(kind)
 
 
-def _raw_fill(encoding: Encoding, facts: Facts, to: pa.DataType) -> str | int | float:
+def _raw_fill(encoding: Encoding, facts: ColumnFacts, to: pa.DataType) -> str | int | float:
     """The mean, in the column's type; ids, groups and times have none: -1, or no text."""
     to = to.value_type if is_list(to) else to
     if not is_number(to):
@@ -221,7 +236,7 @@ def _raw_fill(encoding: Encoding, facts: Facts, to: pa.DataType) -> str | int | 
     return mean if pa.types.is_floating(to) else round(mean)
 
 
-def _image_shape(encoding: Encoding, facts: Facts) -> Shape:
+def _image_shape(encoding: Encoding, facts: ColumnFacts) -> ImageShape:
     found = {size[2] for size in facts.sizes}
     channels = found.pop() if len(found) == 1 else 3
     if encoding.shape:
@@ -239,7 +254,7 @@ def _image_shape(encoding: Encoding, facts: Facts) -> Shape:
 # ---- values that are counted
 
 
-def _common(counts: Counts | None, encoding: Encoding) -> list[Value]:
+def _common(counts: ValueCounts | None, encoding: Encoding) -> list[KnownValue]:
     """The most frequent ones, in that order."""
     if counts is None:
         return []
@@ -251,7 +266,7 @@ def _common(counts: Counts | None, encoding: Encoding) -> list[Value]:
     return as_json(values)
 
 
-def _classes(facts: Facts) -> list[Value]:
+def _classes(facts: ColumnFacts) -> list[KnownValue]:
     values = facts.values
     if values is None or not len(values):
         raise DataError(f"'{facts.column.name}': no training record has a value.")
@@ -260,7 +275,7 @@ def _classes(facts: Facts) -> list[Value]:
     return as_json(values.values.take(compute.array_sort_indices(values.values)))
 
 
-def as_json(values: pa.Array) -> list[Value]:
+def as_json(values: pa.Array) -> list[KnownValue]:
     """Times as microseconds, bytes as base64."""
     if pa.types.is_timestamp(values.type):
         values = values.cast(pa.int64())
@@ -269,7 +284,7 @@ def as_json(values: pa.Array) -> list[Value]:
     return values.to_pylist()
 
 
-def as_arrow(values: Sequence[Value], kind: pa.DataType) -> pa.Array:
+def as_arrow(values: Sequence[KnownValue], kind: pa.DataType) -> pa.Array:
     """The values again."""
     if pa.types.is_timestamp(kind):
         return pa.array(values, pa.int64()).cast(kind)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from manyhands.data.columns.arrays import inner, is_list, is_number, nulls, numbers
 from manyhands.data.columns.schema import type_of
 from manyhands.data.encoding.column_facts import log_of
-from manyhands.data.encoding.fitted_encoders import Ranked, Raw, Scaled
+from manyhands.data.encoding.fitted_encoders import Ranked, Raw, ScaledNumbers
 
 Flags = NDArray[np.bool_]
 Numbers = NDArray[Any]
@@ -25,7 +25,7 @@ _OPEN = 1e-6
 _FLOAT32 = float(np.finfo(np.float32).max)
 
 
-def scaled(fit: Scaled | Ranked, values: pa.Array) -> tuple[pa.Array, Flags]:
+def scaled(fit: ScaledNumbers | Ranked, values: pa.Array) -> tuple[pa.Array, Flags]:
     """float32, or lists of it; and which rows are missing."""
 
     def change(x: Numbers) -> Numbers:
@@ -46,7 +46,7 @@ def raw(fit: Raw, values: pa.Array) -> tuple[pa.Array, Flags]:
     return _others(values, to), nulls(values)
 
 
-def _scaled(fit: Scaled, x: Numbers) -> Numbers:
+def _scaled(fit: ScaledNumbers, x: Numbers) -> Numbers:
     x = log_of(x) if fit.log else x
     with np.errstate(over="ignore"):  # beyond all floats is beyond float32, and cut off later
         return (x - fit.center) / fit.scale

@@ -27,7 +27,7 @@ from manyhands.data.encoding.fitted_encoders import (
 EXAMPLES = 5
 
 
-class Unseen(msgspec.Struct, frozen=True):
+class UnseenValues(msgspec.Struct, frozen=True):
     """Of one column."""
 
     values: int
@@ -38,9 +38,11 @@ class Unseen(msgspec.Struct, frozen=True):
     """Of unknown values, as text; of text that is cut in tokens, none."""
 
 
-def unseen(fitted: Mapping[str, Fitted], raw: pa.Table, encoded: pa.Table) -> dict[str, Unseen]:
+def unseen(
+    fitted: Mapping[str, Fitted], raw: pa.Table, encoded: pa.Table
+) -> dict[str, UnseenValues]:
     """Of every column with a list of known values. The tables have the same rows."""
-    found: dict[str, Unseen] = {}
+    found: dict[str, UnseenValues] = {}
     for name, fit in fitted.items():
         match fit:
             case Classes() | Vocabulary():
@@ -48,24 +50,24 @@ def unseen(fitted: Mapping[str, Fitted], raw: pa.Table, encoded: pa.Table) -> di
                 unknown = NO_CLASS if isinstance(fit, Classes) else UNKNOWN
                 strange = (encoded.column(name).to_numpy() == unknown) & ~nulls(values)
                 there = len(values) - values.null_count
-                found[name] = Unseen(there, int(strange.sum()), _examples(values, strange))
+                found[name] = UnseenValues(there, int(strange.sum()), _examples(values, strange))
             case Tokens() if fit.by != "bytes":
                 tokens = inner(whole(encoded.column(name)))[0].to_numpy()
                 there = int((tokens != MISSING).sum())
-                found[name] = Unseen(there, int((tokens == UNKNOWN).sum()))
+                found[name] = UnseenValues(there, int((tokens == UNKNOWN).sum()))
             case _:
                 pass
     return found
 
 
-def merged(parts: Iterable[Mapping[str, Unseen]]) -> dict[str, Unseen]:
+def merged(parts: Iterable[Mapping[str, UnseenValues]]) -> dict[str, UnseenValues]:
     """Of all pieces together."""
-    found: dict[str, Unseen] = {}
+    found: dict[str, UnseenValues] = {}
     for part in parts:
         for name, new in part.items():
-            old = found.get(name, Unseen(0, 0))
+            old = found.get(name, UnseenValues(0, 0))
             examples = sorted({*old.examples, *new.examples})[:EXAMPLES]
-            found[name] = Unseen(old.values + new.values, old.unknown + new.unknown, examples)
+            found[name] = UnseenValues(old.values + new.values, old.unknown + new.unknown, examples)
     return found
 
 

@@ -23,12 +23,19 @@ from rich.progress import (
 from rich.progress import Progress as Bar
 
 from manyhands.data.fetching.shard_cache import Cache, key_of
-from manyhands.data.fetching.transfer import Direct, Peer, Progress, Replicate, Report, Transfer
+from manyhands.data.fetching.transfer import (
+    BytesProgress,
+    Direct,
+    FailureReport,
+    Peer,
+    Replicate,
+    Transfer,
+)
 from manyhands.data.mapreduce.resumable_tasks import parse_bytes
-from manyhands.data.reading.records import Fetch
-from manyhands.data.reading.shard_records import Prepared
+from manyhands.data.reading.records import FetchAmount
+from manyhands.data.reading.shard_records import ShardRecords
 from manyhands.data.shards.manifest import ShardInfo
-from manyhands.data.shards.prepared_url import Folder, RemoteFolder
+from manyhands.data.shards.prepared_url import FolderOrUrl, RemoteFolder
 from manyhands.values.config import DataConfig
 from manyhands.values.errors import ConfigError, DataError
 from manyhands.values.world import user_cache
@@ -36,7 +43,7 @@ from manyhands.values.world import user_cache
 SHOW_AFTER_S = 2.0
 """What takes no longer is not worth a bar."""
 
-_WAYS: dict[str, Callable[[str, Cache, Report], Transfer]] = {
+_WAYS: dict[str, Callable[[str, Cache, FailureReport], Transfer]] = {
     "auto": Direct,
     "direct": Direct,
     "peer": lambda url, cache, report: Peer(url, cache, report=report),
@@ -83,7 +90,7 @@ def _default() -> Path:
 
 
 @contextmanager
-def shard_file(folder: Folder, info: ShardInfo) -> Generator[Path]:
+def shard_file(folder: FolderOrUrl, info: ShardInfo) -> Generator[Path]:
     """One shard as a local file; of a folder behind a URL, in the user's own cache."""
     if isinstance(folder, Path):
         yield folder / info.file
@@ -100,15 +107,15 @@ def shard_file(folder: Folder, info: ShardInfo) -> Generator[Path]:
 
 
 def make_ready(
-    parts: Sequence[Prepared],
+    parts: Sequence[ShardRecords],
     *,
     workers: int,
     quiet: bool,
-    fetch: Fetch,
-    progress: Progress | None,
+    fetch: FetchAmount,
+    progress: BytesProgress | None,
 ) -> None:
     """For what `workers` processes of this host are going to read."""
-    by_cache: dict[Path, list[Prepared]] = {}
+    by_cache: dict[Path, list[ShardRecords]] = {}
     for part in parts:
         if (cache := _cache_of(part)) is not None:
             by_cache.setdefault(cache.folder, []).append(part)
@@ -126,12 +133,12 @@ def make_ready(
             transfer.fetch_all(part.shards, shown)
 
 
-def _cache_of(part: Prepared) -> Cache | None:
+def _cache_of(part: ShardRecords) -> Cache | None:
     transfer = part.data.transfer
     return transfer.cache if isinstance(transfer, Direct | Peer | Replicate) else None
 
 
-def _refuse_a_small_cache(parts: Sequence[Prepared], workers: int) -> None:
+def _refuse_a_small_cache(parts: Sequence[ShardRecords], workers: int) -> None:
     """These read through the same cache."""
     cache = _cache_of(parts[0])
     assert cache is not None
@@ -150,7 +157,7 @@ def _refuse_a_small_cache(parts: Sequence[Prepared], workers: int) -> None:
         )
 
 
-def _cheaper(parts: Sequence[Prepared]) -> str:
+def _cheaper(parts: Sequence[ShardRecords]) -> str:
     if any(isinstance(part.data.transfer, Replicate) for part in parts):
         return '; or fetch shards when they are needed: data.transfer = "direct"'
     return "; or use fewer workers, or a smaller window: mh.prepared(..., window=RECORDS)"
@@ -166,7 +173,7 @@ def _mb(nbytes: int) -> str:
 
 
 @contextmanager
-def shown_when_slow(text: str, *, quiet: bool) -> Generator[Progress | None]:
+def shown_when_slow(text: str, *, quiet: bool) -> Generator[BytesProgress | None]:
     """A bar on a terminal, a line where nobody watches; neither if it is over soon."""
     if quiet:
         yield None

@@ -13,11 +13,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Protocol
 
-from manyhands.data.fetching.placement import Host, Placement, place
+from manyhands.data.fetching.placement import Placement, ShardHost, place
 from manyhands.data.fetching.shard_cache import key_of
 from manyhands.data.fetching.shard_server import ShardServer
 from manyhands.data.fetching.transfer import AT_ONCE, NOBODY, Peer, Peers
-from manyhands.data.reading.shard_records import Prepared
+from manyhands.data.reading.shard_records import ShardRecords
 from manyhands.data.shards.manifest import ShardInfo
 from manyhands.values.credentials import Credentials
 
@@ -81,7 +81,7 @@ class Sharing:
         self.cache.kept = frozenset(kept)
 
     def _placed(self, shards: Sequence[ShardInfo], caches: Sequence[str]) -> Placement:
-        return place(shards, [Host(cache) for cache in caches], self.policy)
+        return place(shards, [ShardHost(cache) for cache in caches], self.policy)
 
     def _is_coming(self, info: ShardInfo) -> bool:
         """Somebody asked for a shard that is not here. Only who keeps it fetches it for others, and
@@ -109,7 +109,7 @@ def _fetch(peer: Peer, info: ShardInfo) -> None:
     peer.release(info)
 
 
-def share(parts: Sequence[Prepared], policy: str, secret: bytes, at: str) -> Sharing | None:
+def share(parts: Sequence[ShardRecords], policy: str, secret: bytes, at: str) -> Sharing | None:
     """What of this data comes from peers, as the settings say; None: nothing does."""
     found: dict[Peer, Sequence[ShardInfo]] = {}
     for part in parts:

@@ -63,12 +63,12 @@ class _Coming(FileNotFoundError):
     """The peer does not have it yet."""
 
 
-class _Ask(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class _ShardRequest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     key: str
     start: int
 
 
-class _Head(msgspec.Struct, frozen=True, array_like=True):
+class _PieceHead(msgspec.Struct, frozen=True, array_like=True):
     """What comes before the bytes of a piece; `why` there are none, or that they are coming."""
 
     start: int
@@ -77,8 +77,8 @@ class _Head(msgspec.Struct, frozen=True, array_like=True):
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode_ask = msgspec.msgpack.Decoder(_Ask).decode
-_decode_head = msgspec.msgpack.Decoder(_Head).decode
+_decode_ask = msgspec.msgpack.Decoder(_ShardRequest).decode
+_decode_head = msgspec.msgpack.Decoder(_PieceHead).decode
 
 
 def _never(info: ShardInfo) -> bool:
@@ -152,10 +152,10 @@ class ShardServer:
                 client, request = self.socket.recv_multipart(flags=zmq.NOBLOCK)
                 ask = _decode_ask(request)
                 data, why = self._read(ask)
-                head = _encode(_Head(ask.start, why, why == _COMING))
+                head = _encode(_PieceHead(ask.start, why, why == _COMING))
                 self.socket.send_multipart([client, head, data], zmq.NOBLOCK, copy=False)
 
-    def _read(self, ask: _Ask) -> tuple[bytes, str]:
+    def _read(self, ask: _ShardRequest) -> tuple[bytes, str]:
         info = self.shards.get(ask.key)
         if info is None:
             return b"", "it serves another data set"
@@ -222,7 +222,7 @@ def _ask_until_it_is_there(
     """The first piece."""
     give_up = time.monotonic() + patience_s
     while True:
-        socket.send(_encode(_Ask(key_of(info), start)))
+        socket.send(_encode(_ShardRequest(key_of(info), start)))
         try:
             return _receive(socket, news, start, timeout_s)
         except _Coming as coming:
@@ -242,7 +242,7 @@ def _blocks(
     """From `start` on, of which the first piece is here."""
     key, starts = key_of(info), range(start, info.nbytes, PIECE_BYTES)
     for piece in starts[1:WINDOW]:
-        socket.send(_encode(_Ask(key, piece)))
+        socket.send(_encode(_ShardRequest(key, piece)))
     block = bytearray()
     for i, piece in enumerate(starts):
         if i > 0:
@@ -250,7 +250,7 @@ def _blocks(
         if len(data) != min(PIECE_BYTES, info.nbytes - piece):
             raise ConnectionError(f"it sent {len(data):,} bytes from byte {piece:,} on: too few")
         if i + WINDOW < len(starts):
-            socket.send(_encode(_Ask(key, starts[i + WINDOW])))
+            socket.send(_encode(_ShardRequest(key, starts[i + WINDOW])))
         block += data
         if len(block) == BLOCK_BYTES or piece == starts[-1]:
             yield bytes(block)

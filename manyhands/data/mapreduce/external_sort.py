@@ -39,7 +39,7 @@ class Block(msgspec.Struct, frozen=True, array_like=True):
     checksum: int
 
 
-class Run(msgspec.Struct, frozen=True):
+class SortedRun(msgspec.Struct, frozen=True):
     file: str
     """Its name in the folder of runs."""
     pairs: int
@@ -58,7 +58,7 @@ def fan_in(memory_bytes: int) -> int:
     return max(16, min(FAN_IN, memory_bytes // (4 * block_bytes(memory_bytes))))
 
 
-def write_run(folder: Path, name: str, pairs: Iterable[Pair], limit: int) -> Run:
+def write_run(folder: Path, name: str, pairs: Iterable[Pair], limit: int) -> SortedRun:
     """Write sorted pairs in blocks that take about `limit` bytes of memory; durable, and whole."""
     path = folder / name
     draft = path.with_name(f".{name}.{os.getpid()}.draft")
@@ -74,7 +74,7 @@ def write_run(folder: Path, name: str, pairs: Iterable[Pair], limit: int) -> Run
         file.flush()
         os.fsync(file.fileno())
     draft.rename(path)
-    return Run(name, count, blocks)
+    return SortedRun(name, count, blocks)
 
 
 def cut(pairs: Iterable[Pair], limit: int) -> Iterator[tuple[list[Pair], int]]:
@@ -91,7 +91,7 @@ def cut(pairs: Iterable[Pair], limit: int) -> Iterator[tuple[list[Pair], int]]:
         yield some, held
 
 
-def read_run(folder: Path, run: Run) -> Iterator[Pair]:
+def read_run(folder: Path, run: SortedRun) -> Iterator[Pair]:
     # A file is opened for each block: thousands of runs must not need thousands of open files.
     path = folder / run.file
     for block in run.blocks:
@@ -110,7 +110,7 @@ def _damaged(path: Path, what: str) -> str:
     return f"{path} is not what was written: {what}. Delete the unfinished work and start again."
 
 
-def merged(folder: Path, runs: Sequence[Run]) -> Iterator[Pair]:
+def merged(folder: Path, runs: Sequence[SortedRun]) -> Iterator[Pair]:
     """The pairs of all runs, by key; equal keys in the order of the runs."""
     if len(runs) == 1:
         return read_run(folder, runs[0])
@@ -122,7 +122,7 @@ class Sorter:
 
     def __init__(self, folder: Path, name: str, memory_bytes: int) -> None:
         self.folder, self.name, self.memory_bytes = folder, name, memory_bytes
-        self.runs: list[Run] = []
+        self.runs: list[SortedRun] = []
         self._pairs: list[Pair] = []
         self._held = 0
 
@@ -132,7 +132,7 @@ class Sorter:
         if self._held >= self.memory_bytes // 2:
             self._write()
 
-    def finish(self) -> list[Run]:
+    def finish(self) -> list[SortedRun]:
         if self._pairs:
             self._write()
         return self.runs
@@ -150,7 +150,7 @@ class Range(msgspec.Struct, frozen=True):
 
     low: bytes
     high: bytes | None
-    runs: list[Run]
+    runs: list[SortedRun]
 
     def pairs(self, folder: Path) -> Iterator[Pair]:
         for pair in merged(folder, self.runs):
@@ -160,7 +160,7 @@ class Range(msgspec.Struct, frozen=True):
                 yield pair
 
 
-def ranges(runs: Sequence[Run], share_bytes: int) -> list[Range]:
+def ranges(runs: Sequence[SortedRun], share_bytes: int) -> list[Range]:
     """Cut all pairs by key, in order, into ranges of about this size; a key is never cut."""
     lows = [b""]
     held = 0
@@ -172,12 +172,12 @@ def ranges(runs: Sequence[Run], share_bytes: int) -> list[Range]:
     firsts = [[block.first for block in run.blocks] for run in runs]
     found: list[Range] = []
     for low, high in zip(lows, [*lows[1:], None], strict=True):
-        parts: list[Run] = []
+        parts: list[SortedRun] = []
         for run, first in zip(runs, firsts, strict=True):
             # The block before may end with the key itself.
             start = max(0, bisect_left(first, low) - 1)
             stop = len(first) if high is None else bisect_left(first, high)
             if start < stop:
-                parts.append(Run(run.file, run.pairs, run.blocks[start:stop]))
+                parts.append(SortedRun(run.file, run.pairs, run.blocks[start:stop]))
         found.append(Range(low, high, parts))
     return found

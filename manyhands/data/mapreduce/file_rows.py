@@ -13,7 +13,7 @@ import msgspec
 import pyarrow as pa
 
 from manyhands.data.columns.schema import ID, RECORD_BITS
-from manyhands.data.mapreduce.resumable_tasks import Crew, Job, digest_of
+from manyhands.data.mapreduce.resumable_tasks import Crew, DataTask, digest_of
 from manyhands.data.sources.cutting.source import Chunk, Source
 from manyhands.data.sources.open_sources import Options, open_sources
 from manyhands.data.sources.staging import Stage, joined_types, read_piece, stage, too_narrow
@@ -22,7 +22,7 @@ AT_ONCE = 1024
 """Rows that are made at a time."""
 
 
-class Rows(msgspec.Struct, frozen=True):
+class FileRows(msgspec.Struct, frozen=True):
     """A piece of a file, as it was staged."""
 
     piece: str
@@ -50,7 +50,7 @@ def _readable(table: pa.Table) -> pa.Table:
     return table
 
 
-def stage_rows(crew: Crew, files: Sequence[str], target_bytes: int) -> list[Rows]:
+def stage_rows(crew: Crew, files: Sequence[str], target_bytes: int) -> list[FileRows]:
     """All rows of these files, in order, in pieces of about this size."""
     sources = open_sources(files, Options(), spool=crew.folder / "spool", target=target_bytes)
     tasks: list[tuple[Source, int, Chunk]] = []
@@ -65,10 +65,10 @@ def stage_rows(crew: Crew, files: Sequence[str], target_bytes: int) -> list[Rows
 
     def staged(numbers: Iterable[int], types: Mapping[str, str], phase: str) -> list[Stage]:
         what = digest_of(key, msgspec.json.encode(sorted(types.items())))
-        jobs: list[Job] = []
+        jobs: list[DataTask] = []
         for n in numbers:
             args = (*tasks[n], n, types, target_bytes, str(folder), 0)
-            jobs.append(Job(f"{n:06}", stage, args, tasks[n][2].nbytes, what))
+            jobs.append(DataTask(f"{n:06}", stage, args, tasks[n][2].nbytes, what))
         return crew.do(phase, jobs, Stage)
 
     stages = staged(range(len(tasks)), {}, "stage")
@@ -77,7 +77,7 @@ def stage_rows(crew: Crew, files: Sequence[str], target_bytes: int) -> list[Rows
     again = {s.chunk: s for s in staged(narrow, types, "restage")}
     stages = [again.get(s.chunk, s) for s in stages]
     return [
-        Rows(str(folder / piece.file), names[first + chunk.file], types, piece.nbytes, key)
+        FileRows(str(folder / piece.file), names[first + chunk.file], types, piece.nbytes, key)
         for (_, first, chunk), one in zip(tasks, stages, strict=True)
         for piece in one.pieces
     ]

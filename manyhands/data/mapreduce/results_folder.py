@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from manyhands.data.mapreduce.external_sort import Run
+from manyhands.data.mapreduce.external_sort import SortedRun
 from manyhands.values.errors import DataDamaged, DataError
 from manyhands.values.rundir import write_whole
 
@@ -19,7 +19,7 @@ NAME = "results.json"
 WORK = ".work"
 
 
-class Part(msgspec.Struct, frozen=True, omit_defaults=True):
+class ResultsFile(msgspec.Struct, frozen=True, omit_defaults=True):
     """The results of one range of keys: a file of lines, or a run when a list is wanted."""
 
     file: str = ""
@@ -27,7 +27,7 @@ class Part(msgspec.Struct, frozen=True, omit_defaults=True):
     nbytes: int = 0
     checksum: str = ""
     """xxh3_64 of the file, in hexadecimal."""
-    run: Run | None = None
+    run: SortedRun | None = None
 
 
 def claim_folder(folder: Path) -> None:
@@ -42,7 +42,7 @@ def claim_folder(folder: Path) -> None:
         raise DataError(f"cannot write to {folder}: {error.strerror}") from error
 
 
-def write_lines(path: Path, lines: Iterable[bytes]) -> Part:
+def write_lines(path: Path, lines: Iterable[bytes]) -> ResultsFile:
     """Lines of JSON in a file that appears whole."""
     draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
     digest, count, nbytes = xxhash.xxh3_64(), 0, 0
@@ -59,10 +59,10 @@ def write_lines(path: Path, lines: Iterable[bytes]) -> Part:
     except BaseException:
         draft.unlink(missing_ok=True)
         raise
-    return Part(path.name, count, nbytes, digest.hexdigest())
+    return ResultsFile(path.name, count, nbytes, digest.hexdigest())
 
 
-def finish(folder: Path, parts: Sequence[Part]) -> Path:
+def finish(folder: Path, parts: Sequence[ResultsFile]) -> Path:
     """Say what is in the folder, and clear away what an interrupted call left beside it."""
     ours = {part.file for part in parts}
     for path in folder.glob("*part-*.jsonl*"):

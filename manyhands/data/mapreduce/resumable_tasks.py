@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class DataTask:
     """One call: `run(*args)`. It returns what msgspec can encode, a Struct as a rule."""
 
     name: str
@@ -50,7 +50,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class PhaseProgress:
     phase: str
     done: int
     """Jobs that are finished, those of an earlier run included."""
@@ -79,7 +79,7 @@ class Crew:
         *,
         workers: int | None = None,
         executor: Executor | Submits | None = None,
-        progress: Callable[[Progress], None] | None = None,
+        progress: Callable[[PhaseProgress], None] | None = None,
     ) -> None:
         self.folder = folder
         self.workers = usable_cores() if workers is None else workers
@@ -106,13 +106,13 @@ class Crew:
             self.pool.close(hurry=hurry)
             self.pool = None
 
-    def do(self, phase: str, jobs: Sequence[Job], result: type[T]) -> list[T]:
+    def do(self, phase: str, jobs: Sequence[DataTask], result: type[T]) -> list[T]:
         """The results of all jobs, in their order.
 
         When a job fails, those that have begun are waited for and kept, and the first failure in
         the order of jobs is raised: a DataError as it is, anything else as DataTaskFailed.
         """
-        kept = _Phase(self.folder / phase, jobs, result, self.progress)
+        kept = _PhaseTasks(self.folder / phase, jobs, result, self.progress)
         todo = deque(i for i in range(len(jobs)) if not kept.reuse(i))
         if self.executor is None and (self.workers == 1 or (not self.pool and len(todo) == 1)):
             for i in todo:
@@ -129,7 +129,7 @@ class Crew:
                     raise DataTaskFailed(_died(phase, [jobs[i].name], "died twice"))
         return kept.results()
 
-    def _run(self, todo: deque[int], kept: "_Phase[T]") -> list[int]:
+    def _run(self, todo: deque[int], kept: "_PhaseTasks[T]") -> list[int]:
         """Run jobs until there are none, or until a process dies: then those that were lost."""
         under_way: dict[Future[bytes], int] = {}
         ended: SimpleQueue[Future[bytes]] = SimpleQueue()
@@ -172,7 +172,7 @@ class Crew:
             raise failed[min(failed)] from None
         return sorted(lost)
 
-    def _submit(self, job: Job, phase: str) -> Future[bytes]:
+    def _submit(self, job: DataTask, phase: str) -> Future[bytes]:
         try:
             # The executor's own pickle knows neither lambdas nor what is defined in __main__.
             call = cloudpickle.dumps((job.run, job.args))
@@ -194,10 +194,10 @@ def _call(call: bytes, phase: str, name: str) -> bytes:
         run, args = pickle.loads(call)
     except Exception as error:
         raise _explained(error, phase, name) from None
-    return _work(Job(name, run, args), phase)
+    return _work(DataTask(name, run, args), phase)
 
 
-def _work(job: Job, phase: str) -> bytes:
+def _work(job: DataTask, phase: str) -> bytes:
     try:
         return msgspec.msgpack.encode(job.run(*job.args))
     except Exception as error:
@@ -229,20 +229,20 @@ def _died(phase: str, names: Sequence[str], how: str) -> str:
     )
 
 
-class _Done(msgspec.Struct, frozen=True):
+class _FinishedTask(msgspec.Struct, frozen=True):
     digest: str
     result: msgspec.Raw
 
 
-class _Phase(Generic[T]):
+class _PhaseTasks(Generic[T]):
     """The checkpoints of one phase, and what is known so far."""
 
     def __init__(
         self,
         folder: Path,
-        jobs: Sequence[Job],
+        jobs: Sequence[DataTask],
         result: type[T],
-        progress: Callable[[Progress], None] | None,
+        progress: Callable[[PhaseProgress], None] | None,
     ) -> None:
         self.folder, self.jobs, self.progress = folder, jobs, progress
         self.decoder = msgspec.msgpack.Decoder(result)
@@ -259,14 +259,14 @@ class _Phase(Generic[T]):
         """Whether this job was finished before. A checkpoint that cannot be read counts for
         nothing: the job is simply done again."""
         with suppress(OSError, msgspec.DecodeError):
-            done = msgspec.msgpack.decode(self._path(i).read_bytes(), type=_Done)
+            done = msgspec.msgpack.decode(self._path(i).read_bytes(), type=_FinishedTask)
             if done.digest == self._digest(i):
                 self._add(i, self.decoder.decode(done.result))
         return i in self.found
 
     def finish(self, i: int, encoded: bytes) -> None:
         result = self.decoder.decode(encoded)
-        done = _Done(self._digest(i), msgspec.Raw(encoded))
+        done = _FinishedTask(self._digest(i), msgspec.Raw(encoded))
         with _disk(self.folder):
             write_whole(self._path(i), msgspec.msgpack.encode(done))
         self._add(i, result)
@@ -279,7 +279,7 @@ class _Phase(Generic[T]):
         self.done_bytes += self.jobs[i].nbytes
         if self.progress is not None:
             self.progress(
-                Progress(
+                PhaseProgress(
                     self.folder.name,
                     len(self.found),
                     len(self.jobs),

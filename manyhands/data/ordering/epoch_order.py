@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Positions = NDArray[np.int64]
-Asked = range | Sequence[int] | Positions
+AskedPositions = range | Sequence[int] | Positions
 
 ROUNDS = 6
 BLOCK = 8192
@@ -37,7 +37,7 @@ _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 _MULTIPLIER_2 = np.uint64(0xBF58476D1CE4E5B9)
 
 
-class Visit(NamedTuple):
+class RecordVisit(NamedTuple):
     """What the records of a batch are fetched for; transforms draw their random numbers from it."""
 
     seed: int = 0
@@ -46,11 +46,11 @@ class Visit(NamedTuple):
     """Held-out records are visited as they are: what only varies them is left out."""
 
 
-FIRST = Visit()
+FIRST = RecordVisit()
 
 
 class Order(Protocol):
-    def __getitem__(self, positions: Asked, /) -> Positions:
+    def __getitem__(self, positions: AskedPositions, /) -> Positions:
         """The records at these positions, in the same order."""
         ...
 
@@ -61,7 +61,7 @@ class Permutation:
     half_bits: int
     keys: tuple[np.uint64, ...]
 
-    def __getitem__(self, positions: Asked) -> Positions:
+    def __getitem__(self, positions: AskedPositions) -> Positions:
         """The records at these positions, in the same order."""
         values = self._network(_array(positions))
         (outside,) = (values >= self.size).nonzero()
@@ -110,7 +110,7 @@ def _mix(half: Positions, key: np.uint64, bits: int) -> Positions:
     return (x & np.uint64((1 << bits) - 1)).astype(np.int64)
 
 
-def _array(positions: Asked) -> Positions:
+def _array(positions: AskedPositions) -> Positions:
     if isinstance(positions, range):  # which numpy would walk, number by number
         return np.arange(positions.start, positions.stop, positions.step, dtype=np.int64)
     return np.asarray(positions, dtype=np.int64)
@@ -161,7 +161,7 @@ class ShardOrder:
         self._window_starts = self._starts[self._cuts]
         self.windows = Windows(shards, self._cuts)
 
-    def __getitem__(self, positions: Asked) -> Positions:
+    def __getitem__(self, positions: AskedPositions) -> Positions:
         """The records at these positions, in the same order."""
         asked = _array(positions)
         if len(self._cuts) == 2:

@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from manyhands.data.columns.hashing import Hashes, fraction, mix64
 from manyhands.values.errors import DataError
 
-Counts = Sequence[int] | NDArray[np.integer[Any]]
+ClassCounts = Sequence[int] | NDArray[np.integer[Any]]
 
 
-def balance(counts: Counts, how: str = "weight") -> NDArray[np.float32]:
+def balance(counts: ClassCounts, how: str = "weight") -> NDArray[np.float32]:
     """A weight per class, all records' weights summing to their number: n / (k * count)."""
     if how != "weight":
         raise DataError(f"there is no way '{how}' to weigh classes; use weight.")
@@ -28,7 +28,10 @@ def balance(counts: Counts, how: str = "weight") -> NDArray[np.float32]:
 
 
 def resample(
-    hashes: Hashes, labels: NDArray[np.integer[Any]], counts: Counts, how: Literal["under", "over"]
+    hashes: Hashes,
+    labels: NDArray[np.integer[Any]],
+    counts: ClassCounts,
+    how: Literal["under", "over"],
 ) -> NDArray[np.int64]:
     """How often each record is taken, so that all classes have about as many records as the
     smallest (under) or the largest (over). Labels that are no class: once."""

@@ -20,7 +20,7 @@ from manyhands.data.columns.schema import ID, Schema, column_of
 from manyhands.data.encoding import unseen_values as strangers
 from manyhands.data.encoding.encoders import classes_of
 from manyhands.data.encoding.fitted_encoders import Classes, Fitted
-from manyhands.data.encoding.unseen_values import Unseen
+from manyhands.data.encoding.unseen_values import UnseenValues
 from manyhands.data.preparing.assign_splits import load_splits
 from manyhands.data.preparing.balance_classes import sample
 from manyhands.data.preparing.recipe import Recipe
@@ -42,7 +42,7 @@ class Account(msgspec.Struct, frozen=True):
     sampled_out: ByLabel = {}
     resampled: ByLabel = {}
     """How many times more often records stand in the training split; less than 0: they do not."""
-    unseen: dict[str, Unseen] = {}
+    unseen: dict[str, UnseenValues] = {}
     """By column; of records that encoders were not fitted on."""
 
 
@@ -123,7 +123,7 @@ def _counted(what: str, counts: ByLabel) -> dict[str, Any]:
     return {what: sum(counts.values())} | ({"labels": labels} if labels else {})
 
 
-def _noteworthy(found: Unseen, fit: Fitted) -> bool:
+def _noteworthy(found: UnseenValues, fit: Fitted) -> bool:
     if isinstance(fit, Classes):
         return found.unknown > 0
     return found.unknown > MOST_UNKNOWN * found.values
@@ -163,7 +163,7 @@ def _short(label: str) -> str:
     return listed([label])
 
 
-def _of_unseen(name: str, found: Unseen, fit: Fitted, who: str) -> str:
+def _of_unseen(name: str, found: UnseenValues, fit: Fitted, who: str) -> str:
     shown = ", ".join(f"'{example}'" for example in map(_short, found.examples))
     such = f" (for example {shown})" if shown else ""
     counted = f"{found.unknown:,} of {found.values:,}"

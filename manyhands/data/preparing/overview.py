@@ -12,20 +12,20 @@ from rich.table import Table
 from rich.text import Text
 
 from manyhands.data.encoding.encoders import Encoders, sizes
-from manyhands.data.encoding.fitted_encoders import Dropped
+from manyhands.data.encoding.fitted_encoders import DroppedColumn, Fitted
 from manyhands.data.fetching.fetch_before_start import shard_file
 from manyhands.data.fetching.transfer import damage_of
 from manyhands.data.preparing.lineage import hints
 from manyhands.data.shards.manifest import NAME, Manifest, read_manifest
-from manyhands.data.shards.prepared_url import Folder
+from manyhands.data.shards.prepared_url import FolderOrUrl
 from manyhands.data.shards.shard_file import check_blocks
 from manyhands.data.shards.shard_formats import read_table
-from manyhands.data.splitting.leakage import Report
+from manyhands.data.splitting.leakage import LeakageReport
 from manyhands.values.errors import DataError
 from manyhands.values.wrapping import WIDTH, wrapped
 
 
-def overview(folder: Folder) -> dict[str, Any]:
+def overview(folder: FolderOrUrl) -> dict[str, Any]:
     """What programs want to know: schema, and rows, bytes and labels of each split."""
     manifest = read_manifest(folder)
     splits = {
@@ -63,7 +63,7 @@ def overview(folder: Folder) -> dict[str, Any]:
     return told
 
 
-def verified(folder: Folder, *, quiet: bool = False) -> list[str]:
+def verified(folder: FolderOrUrl, *, quiet: bool = False) -> list[str]:
     """Every damage in the folder, as sentences."""
     manifest = read_manifest(folder)
     found: list[str] = []
@@ -90,7 +90,9 @@ def verified(folder: Folder, *, quiet: bool = False) -> list[str]:
 # ---- for people
 
 
-def show(folder: Folder, *, rows: int = 3, split: str | None = None, notes: bool = True) -> None:
+def show(
+    folder: FolderOrUrl, *, rows: int = 3, split: str | None = None, notes: bool = True
+) -> None:
     """`notes`: whether those that were printed while it was prepared are printed too."""
     manifest, console = read_manifest(folder), Console(width=WIDTH, highlight=False)
     if manifest.folds:
@@ -122,7 +124,7 @@ def show(folder: Folder, *, rows: int = 3, split: str | None = None, notes: bool
         console.print(_records(folder, manifest, name, rows))
 
 
-def _say(console: Console, text: str, title: Folder | None = None) -> None:
+def _say(console: Console, text: str, title: FolderOrUrl | None = None) -> None:
     """Broken between words; Rich would break long names of files, and read [ ] as its own."""
     shown = Text(wrapped(text))
     if title is not None:
@@ -150,12 +152,12 @@ def _splits(manifest: Manifest) -> Table:
     return table
 
 
-def _report(manifest: Manifest) -> Report:
+def _report(manifest: Manifest) -> LeakageReport:
     labels = dict.fromkeys(label for s in manifest.splits.values() for label in s.labels)
     balance = {
         label: tuple(s.labels.get(label, 0) for s in manifest.splits.values()) for label in labels
     }
-    return Report(tuple(manifest.splits), **manifest.leakage, balance=balance)
+    return LeakageReport(tuple(manifest.splits), **manifest.leakage, balance=balance)
 
 
 def _columns(manifest: Manifest) -> Table:
@@ -169,7 +171,7 @@ def _columns(manifest: Manifest) -> Table:
     for name, fit in fitted.items():
         told = manifest.statistics.get(name, {})
         kind = encoded[name].type if name in encoded else "-"
-        how = "left out" if isinstance(fit, Dropped) else f"{_word(fit)} {kind}"
+        how = "left out" if isinstance(fit, DroppedColumn) else f"{_word(fit)} {kind}"
         if name in indices:
             how += f" < {indices[name]:,}"
         missing = told.get("missing", 0)
@@ -178,8 +180,9 @@ def _columns(manifest: Manifest) -> Table:
     return table
 
 
-def _word(fit: object) -> str:
-    return type(fit).__name__.lower()
+def _word(fit: Fitted) -> str:
+    """What kind of encoder it is, as manifests call it."""
+    return str(fit.__struct_config__.tag)
 
 
 def _values(told: Mapping[str, Any]) -> str:
@@ -204,7 +207,7 @@ def _number(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def _records(folder: Folder, manifest: Manifest, split: str, rows: int) -> Table:
+def _records(folder: FolderOrUrl, manifest: Manifest, split: str, rows: int) -> Table:
     """One line for each column: records are often wider than a terminal."""
     found: list[dict[str, Any]] = []
     for shard in manifest.splits[split].shards:

@@ -13,11 +13,11 @@ import msgspec
 
 from manyhands.data.columns.schema import RECORD_BITS, Column, Role, Schema, with_roles
 from manyhands.data.mapreduce.external_shuffle import KEY
-from manyhands.data.mapreduce.resumable_tasks import Job, digest_of
+from manyhands.data.mapreduce.resumable_tasks import DataTask, digest_of
 from manyhands.data.preparing import assign_splits
 from manyhands.data.preparing.assign_splits import KINDS, Counted, Divided, Division, Leaks, Names
 from manyhands.data.preparing.recipe import WEIGHT, Recipe
-from manyhands.data.preparing.work_folder import Site
+from manyhands.data.preparing.work_folder import Preparation
 from manyhands.data.sources.cutting.source import Chunk, Source
 from manyhands.data.sources.formats.tfrecord_files import TFRecords
 from manyhands.data.sources.staging import (
@@ -28,8 +28,8 @@ from manyhands.data.sources.staging import (
     too_many,
     too_narrow,
 )
-from manyhands.data.splitting.leakage import Report
-from manyhands.data.splitting.split_rule import Rule, parse_split, refuse_empty
+from manyhands.data.splitting.leakage import LeakageReport
+from manyhands.data.splitting.split_rule import SplitRule, parse_split, refuse_empty
 from manyhands.data.statistics.exact_quantiles import Quantile
 from manyhands.values.errors import DataError
 
@@ -63,27 +63,27 @@ class Pieces:
 # ---- staging
 
 
-def stage_all(site: Site, sources: Sequence[Source]) -> Pieces:
+def stage_all(prep: Preparation, sources: Sequence[Source]) -> Pieces:
     """Parse everything once; again where a chunk's types turn out too narrow."""
     jobs: list[tuple[Source, int, Chunk]] = []
     first_file = 0
     for source in sources:
-        jobs += [(source, first_file, chunk) for chunk in source.chunks(site.target_bytes)]
+        jobs += [(source, first_file, chunk) for chunk in source.chunks(prep.target_bytes)]
         first_file += len(source.files)
     if first_file >= 1 << (62 - RECORD_BITS):
         raise DataError(f"{first_file:,} files are too many; join them first.")
-    folder = site.work / "pieces"
+    folder = prep.work / "pieces"
     folder.mkdir(exist_ok=True)
 
     def staged(numbers: Iterable[int], types: Mapping[str, str], phase: str) -> list[Stage]:
-        key = digest_of(site.key, msgspec.json.encode(sorted(types.items())))
-        return site.crew.do(
+        key = digest_of(prep.key, msgspec.json.encode(sorted(types.items())))
+        return prep.crew.do(
             phase,
             [
-                Job(
+                DataTask(
                     f"{n:06}",
                     stage,
-                    (*jobs[n], n, types, site.target_bytes, str(folder), site.recipe.skip),
+                    (*jobs[n], n, types, prep.target_bytes, str(folder), prep.recipe.skip),
                     jobs[n][2].nbytes,
                     key,
                 )
@@ -92,7 +92,7 @@ def stage_all(site: Site, sources: Sequence[Source]) -> Pieces:
             Stage,
         )
 
-    recipe = site.recipe
+    recipe = prep.recipe
     stages = staged(range(len(jobs)), recipe.types, "stage")
     # The values of a feature are always a list there; a piece shows it only where it varies.
     one_is_list = all(isinstance(source, TFRecords) for source in sources)
@@ -160,28 +160,28 @@ def group_of(recipe: Recipe) -> str:
 # ---- dividing
 
 
-def divide_all(site: Site, pieces: Pieces, rule: Rule) -> Division:
-    schema, paths, crew = pieces.schema, pieces.paths, site.crew
+def divide_all(prep: Preparation, pieces: Pieces, rule: SplitRule) -> Division:
+    schema, paths, crew = pieces.schema, pieces.paths, prep.crew
     by_role = {c.role: c.name for c in reversed(schema)}
     group = rule.column if rule.kind == "group" else by_role.get("group", "")
     names = Names(by_role.get("id", ""), group, by_role.get("label", ""))
     if rule.column and rule.column not in pieces.types:
         there = ", ".join(pieces.types)
         raise DataError(f"split by '{rule.column}': there is no such column; there are {there}.")
-    parts = max(1, -(-pieces.rows * 64 // site.memory))
-    folder = site.work / "splits"
+    parts = max(1, -(-pieces.rows * 64 // prep.memory))
+    folder = prep.work / "splits"
     folder.mkdir(exist_ok=True)
     stems = [str(folder / f"{k:06}") for k in range(len(paths))]
-    key = digest_of(site.key, repr((rule, names, pieces.types)))
+    key = digest_of(prep.key, repr((rule, names, pieces.types)))
     links = ""
     if names.id and rule.links:
-        links = _links(site, pieces, rule, names, parts, key)
+        links = _links(prep, pieces, rule, names, parts, key)
     if rule.open:
-        rule = msgspec.structs.replace(rule, moments=_moments(site, pieces, rule, key))
+        rule = msgspec.structs.replace(rule, moments=_moments(prep, pieces, rule, key))
     divided = crew.do(
         "divide",
         [
-            Job(
+            DataTask(
                 f"{k:06}",
                 assign_splits.divide,
                 (path, pieces.types, names, rule, links, parts, stem),
@@ -193,46 +193,54 @@ def divide_all(site: Site, pieces: Pieces, rule: Rule) -> Division:
     )
     leaks = crew.do(
         "leaks",
-        [Job(f"{part:04}", assign_splits.leaks, (stems, part), key=key) for part in range(parts)],
+        [
+            DataTask(f"{part:04}", assign_splits.leaks, (stems, part), key=key)
+            for part in range(parts)
+        ],
         Leaks,
     )
     shared = [sum(found.counts[k] for found in leaks) for k in range(len(KINDS))]
     counts = [sum(d.rows[k] for d in divided) for k in range(len(rule.names))]
-    report = Report(rule.names, *shared, balance=_balance(divided, len(rule.names)))
+    report = LeakageReport(rule.names, *shared, balance=_balance(divided, len(rule.names)))
     refuse_empty(rule, dict(zip(rule.names, counts, strict=True)))
     if report.advice:
-        site.note(f"warning: {report.advice}")
+        prep.note(f"warning: {report.advice}")
     return Division(rule, stems, divided, report, names)
 
 
-def _links(site: Site, pieces: Pieces, rule: Rule, names: Names, parts: int, key: str) -> str:
+def _links(
+    prep: Preparation, pieces: Pieces, rule: SplitRule, names: Names, parts: int, key: str
+) -> str:
     """The table of keys that ids link; nothing where every id has one key."""
-    folder = site.work / "links"
+    folder = prep.work / "links"
     folder.mkdir(exist_ok=True)
     stems = [str(folder / f"{k:06}") for k in range(len(pieces.paths))]
     pair = [
-        Job(f"{k:06}", assign_splits.pair, (path, pieces.types, names, rule, parts, stem), key=key)
+        DataTask(
+            f"{k:06}", assign_splits.pair, (path, pieces.types, names, rule, parts, stem), key=key
+        )
         for k, (path, stem) in enumerate(zip(pieces.paths, stems, strict=True))
     ]
-    site.crew.do("pair", pair, type(None))
+    prep.crew.do("pair", pair, type(None))
     found = [str(folder / f"linking-{part:04}.npy") for part in range(parts)]
     link = [
-        Job(f"{k:04}", assign_splits.link, (stems, k, to), key=key) for k, to in enumerate(found)
+        DataTask(f"{k:04}", assign_splits.link, (stems, k, to), key=key)
+        for k, to in enumerate(found)
     ]
-    site.crew.do("link", link, type(None))
+    prep.crew.do("link", link, type(None))
     to = folder / "links.npy"
     assign_splits.join_links(found, to)
     return str(to)
 
 
-def _moments(site: Site, pieces: Pieces, rule: Rule, key: str) -> tuple[int, ...]:
+def _moments(prep: Preparation, pieces: Pieces, rule: SplitRule, key: str) -> tuple[int, ...]:
     """Where a split by shares of time is cut, found exactly in a few rounds."""
     quantile = Quantile(rule.cuts)
     for turn in range(64):
         if quantile.done:
             return quantile.found
         jobs = [
-            Job(
+            DataTask(
                 f"{turn}-{k:06}",
                 assign_splits.count_times,
                 (path, pieces.types, rule, quantile),
@@ -240,7 +248,7 @@ def _moments(site: Site, pieces: Pieces, rule: Rule, key: str) -> tuple[int, ...
             )
             for k, path in enumerate(pieces.paths)
         ]
-        counted = site.crew.do("moments", jobs, Counted)
+        counted = prep.crew.do("moments", jobs, Counted)
         quantile = quantile.narrow(quantile.merge(c.counts for c in counted))
     raise AssertionError("the moments were not found")
 

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from manyhands.data.mapreduce.resumable_tasks import Crew, Progress, is_full
+from manyhands.data.mapreduce.resumable_tasks import Crew, PhaseProgress, is_full
 from manyhands.data.preparing.recipe import Recipe, refuse_finished
 from manyhands.values.errors import DataError, DataTaskFailed
 from manyhands.values.rundir import write_whole
@@ -34,7 +34,7 @@ _DATA_PARTS, _LEAST_BYTES = 256, 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class Preparation:
     folder: Path
     recipe: Recipe
     crew: Crew
@@ -154,7 +154,7 @@ class Bars:
     def __init__(self, bar: Bar) -> None:
         self.bar, self.phase, self.task = bar, "", None
 
-    def __call__(self, now: Progress) -> None:
+    def __call__(self, now: PhaseProgress) -> None:
         if now.phase != self.phase:
             self.phase, self.task = now.phase, self.bar.add_task(now.phase, total=now.total)
         if self.task is not None:

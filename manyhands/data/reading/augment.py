@@ -22,7 +22,7 @@ from manyhands.data.reading.augment_images import (
     Brightness,
     Contrast,
     Normalise,
-    Numbers,
+    PerChannel,
     RandomCrop,
     RandomErase,
     RandomFlip,
@@ -135,7 +135,7 @@ class FeatureNoise:
     """Normal noise of this deviation is added."""
 
     column: str
-    deviation: Numbers = 0.1
+    deviation: PerChannel = 0.1
 
     def __call__(self, batch: Batch, draw: Draw) -> Batch:
         if not draw.training:
@@ -152,7 +152,7 @@ class FeatureDropout:
 
     column: str
     p: float = 0.1
-    fill: Numbers = 0.0
+    fill: PerChannel = 0.0
 
     def __call__(self, batch: Batch, draw: Draw) -> Batch:
         if not draw.training:

@@ -20,7 +20,7 @@ from manyhands.values.errors import DataError
 
 Batch = dict[str, Any]
 Array = NDArray[Any]
-Numbers = float | tuple[float, ...]
+PerChannel = float | tuple[float, ...]
 """One for all, or one for each channel or feature."""
 
 ROTATED_AT_ONCE = 1 << 18
@@ -159,8 +159,8 @@ class Normalise:
     255. `channels_first` gives (records, channels, height, width), as convolutions want it."""
 
     column: str
-    mean: Numbers = 0.0
-    deviation: Numbers = 1.0
+    mean: PerChannel = 0.0
+    deviation: PerChannel = 1.0
     channels_first: bool = False
 
     def __call__(self, batch: Batch, draw: Draw) -> Batch:

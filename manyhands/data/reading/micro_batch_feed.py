@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from manyhands.accounting.micro_batches import Cut, MicroBatch, cut
-from manyhands.data.ordering.epoch_order import Order, Positions, Visit
+from manyhands.data.ordering.epoch_order import Order, Positions, RecordVisit
 from manyhands.data.reading.records import Records, record_ids
 
 Seeder = Callable[..., None]
@@ -21,7 +21,7 @@ WINDOW = 65536
 """Positions whose records are looked up at once: one by one, numpy's calls would cost more."""
 
 
-class Feed:
+class MicroBatchFeed:
     """The training records of a run as micro-batches."""
 
     def __init__(
@@ -43,7 +43,7 @@ class Feed:
             ids = self._records_at(step.epoch, positions)
             if self.records.draws_randomness:
                 self.seeder(self.seed, step.step, index, "data")
-            batch = self.records.batch(ids, Visit(self.seed, step.epoch))
+            batch = self.records.batch(ids, RecordVisit(self.seed, step.epoch))
             share = step.share(index)
             yield MicroBatch(step.step, index, len(ids), share, positions.start, batch)
 
@@ -82,7 +82,7 @@ def held_out_batches(
     for index in indices:
         ids = np.arange(index * batch, min((index + 1) * batch, len(records)))
         seeder(seed, 0, index, "held out")
-        fetched = records.batch(ids, Visit(seed, training=False))
+        fetched = records.batch(ids, RecordVisit(seed, training=False))
         seeder(seed, 0, index, "score")
         yield index, len(ids), fetched
 

@@ -19,17 +19,24 @@ import torch
 from torch.utils.data import default_collate
 
 from manyhands.accounting.micro_batches import Batch
-from manyhands.data.ordering.epoch_order import FIRST, Order, Positions, Visit, order, permutation
+from manyhands.data.ordering.epoch_order import (
+    FIRST,
+    Order,
+    Positions,
+    RecordVisit,
+    order,
+    permutation,
+)
 from manyhands.data.ordering.record_randomness import Transform
-from manyhands.data.shards.prepared_url import Folder, RemoteFolder, folder_of
+from manyhands.data.shards.prepared_url import FolderOrUrl, RemoteFolder, folder_of
 from manyhands.values.config import DataConfig
 from manyhands.values.errors import TaskError
 from manyhands.values.task import user_traceback
 
 if TYPE_CHECKING:
     from manyhands.data.fetching.peer_sharing import Sharing
-    from manyhands.data.fetching.transfer import Progress, Transfer
-    from manyhands.data.reading.shard_records import Prepared
+    from manyhands.data.fetching.transfer import BytesProgress, Transfer
+    from manyhands.data.reading.shard_records import ShardRecords
     from manyhands.data.shards.manifest import Listing
 
 # torch cannot take rows of these.
@@ -51,7 +58,7 @@ class Records(Protocol):
         """The order in which an epoch visits all of them."""
         ...
 
-    def batch(self, ids: Positions, visit: Visit = FIRST) -> Batch:
+    def batch(self, ids: Positions, visit: RecordVisit = FIRST) -> Batch:
         """These records (0 to len - 1). The visit is for those who vary records at random."""
         ...
 
@@ -72,7 +79,7 @@ class Records(Protocol):
 class PreparedData:
     """Which records of a prepared folder, and how batches should hold them. See `prepared`."""
 
-    folder: Folder
+    folder: FolderOrUrl
     split: str = "train"
     columns: tuple[str, ...] | None = None
     stack: Mapping[str, tuple[str, ...]] | None = None
@@ -137,12 +144,12 @@ class Columns:
     def order(self, seed: int, epoch: int) -> Order:
         return order(seed, epoch, self.size)
 
-    def batch(self, ids: Positions, visit: Visit = FIRST) -> Batch:
+    def batch(self, ids: Positions, visit: RecordVisit = FIRST) -> Batch:
         rows = torch.from_numpy(ids)
         return {name: column.index_select(0, rows) for name, column in self.columns.items()}
 
     def part(self, numbers: Positions) -> Records:
-        return Part(self, numbers)
+        return RecordSubset(self, numbers)
 
     def names(self, ids: Positions) -> Sequence[int]:
         return ids.tolist()
@@ -177,11 +184,11 @@ class Items:
     def order(self, seed: int, epoch: int) -> Order:
         return order(seed, epoch, self.size)
 
-    def batch(self, ids: Positions, visit: Visit = FIRST) -> Batch:
+    def batch(self, ids: Positions, visit: RecordVisit = FIRST) -> Batch:
         return default_collate([self.dataset[i] for i in ids.tolist()])
 
     def part(self, numbers: Positions) -> Records:
-        return Part(self, numbers)
+        return RecordSubset(self, numbers)
 
     def names(self, ids: Positions) -> Sequence[int]:
         return ids.tolist()
@@ -190,7 +197,7 @@ class Items:
         return b""
 
 
-class Part:
+class RecordSubset:
     """Some of the records of another, by their numbers there (8 bytes a record)."""
 
     def __init__(self, whole: Records, numbers: Positions) -> None:
@@ -203,11 +210,11 @@ class Part:
     def order(self, seed: int, epoch: int) -> Order:
         return order(seed, epoch, len(self))
 
-    def batch(self, ids: Positions, visit: Visit = FIRST) -> Batch:
+    def batch(self, ids: Positions, visit: RecordVisit = FIRST) -> Batch:
         return self.whole.batch(self.numbers[ids], visit)
 
     def part(self, numbers: Positions) -> Records:
-        return Part(self.whole, self.numbers[numbers])
+        return RecordSubset(self.whole, self.numbers[numbers])
 
     def names(self, ids: Positions) -> Sequence[int]:
         return self.whole.names(self.numbers[ids])
@@ -223,7 +230,7 @@ def record_ids(records: Records, ids: Positions) -> Sequence[int]:
 
 _DEFAULTS = DataConfig()
 
-Listings = Callable[[Folder], "Listing"]
+Listings = Callable[[FolderOrUrl], "Listing"]
 """Reads the manifest of a folder; the same one once."""
 
 
@@ -260,7 +267,7 @@ def open_data(
     return train, kept
 
 
-Fetch = Literal["all", "missing", "nothing"]
+FetchAmount = Literal["all", "missing", "nothing"]
 
 
 def make_ready(
@@ -269,8 +276,8 @@ def make_ready(
     *,
     workers: int,
     quiet: bool = False,
-    fetch: Fetch = "all",
-    progress: "Progress | None" = None,
+    fetch: FetchAmount = "all",
+    progress: "BytesProgress | None" = None,
 ) -> None:
     """What is to be here before the first step is fetched (of "all", also what is here is checked);
     a cache too small for this many workers of this host is refused."""
@@ -291,18 +298,18 @@ def share(
     return peer_sharing.share(parts, settings.placement, secret, at)
 
 
-def _transferred(*given: Records | None) -> "list[Prepared]":
+def _transferred(*given: Records | None) -> "list[ShardRecords]":
     """Those that do not read a local folder's own files."""
-    sharded = [r for r in given if not isinstance(r, Columns | Items | Part | None)]
+    sharded = [r for r in given if not isinstance(r, Columns | Items | RecordSubset | None)]
     if not sharded:
         return []
-    from manyhands.data.reading.shard_records import Prepared  # which is loaded by now
+    from manyhands.data.reading.shard_records import ShardRecords  # which is loaded by now
 
-    return [r for r in sharded if isinstance(r, Prepared) and r.data.transfer is not None]
+    return [r for r in sharded if isinstance(r, ShardRecords) and r.data.transfer is not None]
 
 
 def _listings() -> Listings:
-    def read(folder: Folder) -> "Listing":
+    def read(folder: FolderOrUrl) -> "Listing":
         from manyhands.data.shards.manifest import read_listing
 
         return read_listing(folder)
@@ -372,10 +379,10 @@ def _held_out_split(data: PreparedData, listings: Listings) -> PreparedData | No
 def _records(data: Any, where: str, listings: Listings) -> Records:
     if isinstance(data, PreparedData):
         from manyhands.data.reading.shard_records import (
-            Prepared,  # Arrow is not needed by others, and large
+            ShardRecords,  # Arrow is not needed by others, and large
         )
 
-        return Prepared(data, listing=listings(data.folder))
+        return ShardRecords(data, listing=listings(data.folder))
     if isinstance(data, Mapping):
         if not data:
             raise TaskError(f"Task: {where} is an empty dict; give columns of equal length.")

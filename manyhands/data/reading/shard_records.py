@@ -23,14 +23,14 @@ from manyhands.data.columns.schema import ID, Column, Schema, column_of, type_of
 from manyhands.data.ordering.epoch_order import (
     FIRST,
     Positions,
+    RecordVisit,
     ShardOrder,
-    Visit,
     Windows,
     cuts_of,
     starts_of,
 )
 from manyhands.data.ordering.record_randomness import Draw
-from manyhands.data.reading.open_shards import Shelf
+from manyhands.data.reading.open_shards import OpenShards
 from manyhands.data.reading.pad_and_collate import (
     Pick,
     Picks,
@@ -48,7 +48,7 @@ WINDOW_BYTES = 128 << 20
 """Records are mixed within as many shards as hold this much."""
 
 
-class Prepared:
+class ShardRecords:
     def __init__(
         self,
         data: PreparedData,
@@ -79,13 +79,13 @@ class Prepared:
     def _begin(self) -> None:
         """With nothing open; also in a process that was forked, where no thread of ours lives."""
         self._pid = os.getpid()
-        self._shelf = Shelf(self._open, self._let_go)
+        self._shelf = OpenShards(self._open, self._let_go)
         self._orders: dict[tuple[int, int], ShardOrder] = {}
         self._in_a_row: Windows | None = None
-        self._ahead: tuple[Visit, int] | None = None
+        self._ahead: tuple[RecordVisit, int] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Prepared, (self.data, self._numbers)
+        return ShardRecords, (self.data, self._numbers)
 
     def __len__(self) -> int:
         return self._size
@@ -97,7 +97,7 @@ class Prepared:
             self._orders[seed, epoch] = ShardOrder(seed, epoch, self._sizes, self._window)
         return self._orders[seed, epoch]
 
-    def batch(self, ids: Positions, visit: Visit = FIRST) -> dict[str, Any]:
+    def batch(self, ids: Positions, visit: RecordVisit = FIRST) -> dict[str, Any]:
         shards, picks = self._find(ids)
         opened = [self._shelf[shard].columns for shard in shards]
         batch: dict[str, Any] = {}
@@ -109,9 +109,9 @@ class Prepared:
         draw = Draw(visit.seed, visit.epoch, batch[ID].numpy(), visit.training)
         return self.data.transform(batch, draw)
 
-    def part(self, numbers: Positions) -> "Prepared":
+    def part(self, numbers: Positions) -> "ShardRecords":
         of_split = numbers if self._numbers is None else self._numbers[numbers]
-        return Prepared(self.data, np.sort(of_split), self._listing)
+        return ShardRecords(self.data, np.sort(of_split), self._listing)
 
     def names(self, ids: Positions) -> Sequence[int]:
         """The `_id` of each; where the shard is the trouble, its number in the split."""
@@ -133,7 +133,7 @@ class Prepared:
 
     def open_bytes(self) -> int:
         """About how much a process has open at once: two windows."""
-        windows = self._plan(Visit(training=False)).shards
+        windows = self._plan(RecordVisit(training=False)).shards
         sizes = [sum(self._shards[shard].nbytes for shard in window) for window in windows]
         return max([*map(sum, pairwise(sizes)), *sizes])
 
@@ -208,7 +208,7 @@ class Prepared:
         if self.data.transfer is not None:
             self.data.transfer.release(self._shards[number])
 
-    def _look_ahead(self, shards: list[int], visit: Visit) -> None:
+    def _look_ahead(self, shards: list[int], visit: RecordVisit) -> None:
         """Open the next window in the background, and close those before this one."""
         windows = self._plan(visit)
         touched = sorted({windows.of[shard] for shard in shards})
@@ -224,7 +224,7 @@ class Prepared:
         self._shelf.keep({*here, *following})
         self._shelf.want([*here, *following])
 
-    def _plan(self, visit: Visit) -> Windows:
+    def _plan(self, visit: RecordVisit) -> Windows:
         if visit.training:
             return self.order(visit.seed, visit.epoch).windows
         if self._in_a_row is None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from manyhands.data.columns.schema import Schema
-from manyhands.data.shards.prepared_url import Folder
+from manyhands.data.shards.prepared_url import FolderOrUrl
 from manyhands.data.sources.access.url_secrets import is_url, shown
 from manyhands.values.errors import DataError
 from manyhands.values.rundir import write_whole
@@ -73,11 +73,11 @@ class Listing(NamedTuple):
     raw: bytes
 
 
-def read_manifest(folder: Folder) -> Manifest:
+def read_manifest(folder: FolderOrUrl) -> Manifest:
     return read_listing(folder).manifest
 
 
-def read_listing(folder: Folder) -> Listing:
+def read_listing(folder: FolderOrUrl) -> Listing:
     try:
         raw = _read(folder)
         manifest = msgspec.json.decode(raw, type=Manifest)
@@ -93,7 +93,7 @@ def read_listing(folder: Folder) -> Listing:
     return Listing(manifest, raw)
 
 
-def _read(folder: Folder) -> bytes:
+def _read(folder: FolderOrUrl) -> bytes:
     if isinstance(folder, Path):
         return (folder / NAME).read_bytes()
     try:

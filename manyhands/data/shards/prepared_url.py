@@ -36,11 +36,11 @@ class RemoteFolder:
         return b"".join(blocks_of(join(self.url, name), _BLOCK_BYTES))
 
 
-Folder = Path | RemoteFolder
+FolderOrUrl = Path | RemoteFolder
 """Where a prepared data set is."""
 
 
-def folder_of(given: str | Path) -> Folder:
+def folder_of(given: str | Path) -> FolderOrUrl:
     """A path, as it is or as `file://`, or a folder behind a URL."""
     if isinstance(given, Path) or not is_url(given):
         return Path(given)

@@ -26,7 +26,7 @@ from manyhands.data.shards.manifest import BLOCK_BYTES, ShardInfo
 from manyhands.values.errors import DataDamaged, DataError
 from manyhands.values.rundir import sync_folder
 
-Compression = Literal["lz4", "zstd"]
+ShardCompression = Literal["lz4", "zstd"]
 Array = NDArray[Any]
 
 
@@ -52,7 +52,7 @@ class OpenShard:
 
 
 def write_shard(
-    path: Path, table: pa.Table, *, compression: Compression | None = None
+    path: Path, table: pa.Table, *, compression: ShardCompression | None = None
 ) -> ShardInfo:
     """Write a shard. It appears whole, under its name, or not at all."""
     table = _canonical(table, path)
@@ -255,7 +255,7 @@ def _checksums(path: Path) -> Iterator[str]:
             yield xxhash.xxh3_64_hexdigest(view[:read])
 
 
-class _Place(NamedTuple):
+class _BufferPlace(NamedTuple):
     """A buffer of a column in the file, and the rows that its elements belong to."""
 
     column: str
@@ -269,14 +269,14 @@ class _Place(NamedTuple):
     """Else: where the rows' elements begin."""
 
 
-def _places(path: Path, info: ShardInfo) -> list[_Place]:
+def _places(path: Path, info: ShardInfo) -> list[_BufferPlace]:
     """Where columns lie in an Arrow file. Damage may have made it unreadable: then nowhere."""
     if path.suffix != ".arrow":
         return []
     try:
         buffer = _mapped(path)
         table = pa.ipc.open_file(pa.BufferReader(buffer)).read_all()
-        found: list[_Place] = []
+        found: list[_BufferPlace] = []
         for name, column in zip(table.column_names, table.columns, strict=True):
             if column.num_chunks == 1 and len(column) == info.rows:
                 found += _column_places(name, column.chunk(0), buffer)
@@ -285,7 +285,7 @@ def _places(path: Path, info: ShardInfo) -> list[_Place]:
         return []
 
 
-def _column_places(name: str, array: Any, file: Any) -> Iterator[_Place]:
+def _column_places(name: str, array: Any, file: Any) -> Iterator[_BufferPlace]:
     views = _views(name, array)
     buffers = [b for b in array.buffers() if b is not None]
     for i, buffer in enumerate(buffers):
@@ -295,15 +295,15 @@ def _column_places(name: str, array: Any, file: Any) -> Iterator[_Place]:
         if not isinstance(views, Ragged):
             each = views.size // max(1, len(views))
             width = 1 / 8 if pa.types.is_boolean(array.type) else views.itemsize
-            yield _Place(name, start, start + buffer.size, width, each, None)
+            yield _BufferPlace(name, start, start + buffer.size, width, each, None)
         elif i == len(buffers) - 1:
             width = views.values.itemsize
-            yield _Place(name, start, start + buffer.size, width, 0, views.offsets)
+            yield _BufferPlace(name, start, start + buffer.size, width, 0, views.offsets)
         else:
-            yield _Place(name, start, start + buffer.size, views.offsets.itemsize, 1, None)
+            yield _BufferPlace(name, start, start + buffer.size, views.offsets.itemsize, 1, None)
 
 
-def _touched(places: Sequence[_Place], start: int, stop: int, total: int) -> dict[str, range]:
+def _touched(places: Sequence[_BufferPlace], start: int, stop: int, total: int) -> dict[str, range]:
     """Which rows of which columns have elements in bytes [start, stop)."""
     touched: dict[str, range] = {}
     for place in places:

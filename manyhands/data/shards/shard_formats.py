@@ -14,13 +14,13 @@ from pyarrow import parquet
 
 from manyhands.data.columns.schema import Schema, type_of
 from manyhands.data.shards.manifest import ShardInfo
-from manyhands.data.shards.shard_file import Compression, describe_shard, publish
+from manyhands.data.shards.shard_file import ShardCompression, describe_shard, publish
 from manyhands.data.tfrecord import framing, parse_examples, write_examples
 from manyhands.values.errors import DataDamaged, DataError
 
 
 def write_parquet(
-    path: Path, table: pa.Table, *, compression: Compression | None = None
+    path: Path, table: pa.Table, *, compression: ShardCompression | None = None
 ) -> ShardInfo:
     with _draft(path) as draft:
         parquet.write_table(
@@ -37,7 +37,7 @@ ROWS = 8192
 
 
 def write_tfrecord(
-    path: Path, table: pa.Table, *, compression: Compression | None = None
+    path: Path, table: pa.Table, *, compression: ShardCompression | None = None
 ) -> ShardInfo:
     if compression is not None:
         raise DataError(

@@ -20,16 +20,16 @@ from numpy.typing import NDArray
 from manyhands.data.columns.hashing import NULL, Hashes
 
 
-class Links(NamedTuple):
+class KeyLinks(NamedTuple):
     keys: Hashes
     """Rising."""
     leaders: Hashes
     """What each of the keys is put by."""
 
     @staticmethod
-    def load(path: Path) -> "Links":
+    def load(path: Path) -> "KeyLinks":
         keys, leaders = np.load(path, allow_pickle=False)
-        return Links(keys, leaders)
+        return KeyLinks(keys, leaders)
 
     def dump(self) -> bytes:
         """What `load` expects in a file."""
@@ -45,7 +45,7 @@ class Links(NamedTuple):
         return np.where(self.keys[places] == keys, self.leaders[places], keys)
 
 
-NO_LINKS = Links(np.empty(0, np.uint64), np.empty(0, np.uint64))
+NO_LINKS = KeyLinks(np.empty(0, np.uint64), np.empty(0, np.uint64))
 
 
 def linking(ids: Hashes, keys: Hashes) -> tuple[Hashes, Hashes]:
@@ -73,7 +73,7 @@ def _repeated(values: Hashes) -> NDArray[np.bool_]:
     return repeated
 
 
-def linked(ids: Hashes, keys: Hashes) -> Links:
+def linked(ids: Hashes, keys: Hashes) -> KeyLinks:
     """The keys that some chain of ids joins to a smaller one, and the smallest of their chain."""
     ids, keys = linking(ids, keys)
     if not len(ids):
@@ -82,7 +82,7 @@ def linked(ids: Hashes, keys: Hashes) -> Links:
     same = ids[1:] == ids[:-1]
     smallest = _components(len(nodes), places[1:][same], places[:-1][same])
     moved = smallest != np.arange(len(nodes))
-    return Links(nodes[moved], nodes[smallest[moved]])
+    return KeyLinks(nodes[moved], nodes[smallest[moved]])
 
 
 def _components(size: int, left: NDArray[np.intp], right: NDArray[np.intp]) -> NDArray[np.intp]:

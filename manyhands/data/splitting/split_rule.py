@@ -30,16 +30,16 @@ from numpy.typing import NDArray
 from manyhands.data.columns.arrays import is_number, nulls, numbers, whole
 from manyhands.data.columns.hashing import NULL, Hashes, fraction, mix64, near
 from manyhands.data.columns.schema import ID
-from manyhands.data.splitting.linked_records import NO_LINKS, Links, linked
+from manyhands.data.splitting.linked_records import NO_LINKS, KeyLinks, linked
 from manyhands.data.statistics.exact_quantiles import Ints, Quantile, ordered
 from manyhands.values.errors import DataError
 
 __all__ = [
     "FORMS",
     "NOWHERE",
-    "Links",
+    "KeyLinks",
     "Quantile",
-    "Rule",
+    "SplitRule",
     "assign",
     "folds",
     "instants",
@@ -66,7 +66,7 @@ FORMS = """\
 _NUMBERS = r"\d*\.?\d+(?:[eE]-?\d+)?(?::\d*\.?\d+(?:[eE]-?\d+)?){0,2}"
 
 
-class Rule(msgspec.Struct, frozen=True, omit_defaults=True):
+class SplitRule(msgspec.Struct, frozen=True, omit_defaults=True):
     kind: Literal["none", "ratio", "time", "group", "segment", "folds"]
     parts: tuple[float, ...] = ()
     """What share of the records each split is to have; they sum to 1."""
@@ -103,36 +103,36 @@ class Rule(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.kind in ("ratio", "group", "folds")
 
 
-def parse_split(text: str) -> Rule:
+def parse_split(text: str) -> SplitRule:
     kind, _, rest = text.strip().partition("=")
     match kind:
         case "none" if not rest:
-            return Rule("none")
+            return SplitRule("none")
         case "ratio" if re.fullmatch(_NUMBERS, rest):
-            return Rule("ratio", _parts(rest, text))
+            return SplitRule("ratio", _parts(rest, text))
         case "group" if found := re.fullmatch(rf"(.+?):({_NUMBERS})", rest):
-            return Rule("group", _parts(found[2], text), found[1])
+            return SplitRule("group", _parts(found[2], text), found[1])
         case "segment" if found := re.fullmatch(r"([^:]+):(.+)", rest):
             values = tuple(v.strip() for v in found[2].split(",") if v.strip())
             if values:
-                return Rule("segment", (), found[1], values)
+                return SplitRule("segment", (), found[1], values)
         case "time" if found := re.fullmatch(r"(.+?):(\d{4}-\d\d.*)", rest):
             _date(found[2])  # looked for first: a time of day looks like shares
-            return Rule("time", (), found[1], at=found[2])
+            return SplitRule("time", (), found[1], at=found[2])
         case "time" if found := re.fullmatch(rf"(.+?):({_NUMBERS})", rest):
             if ":" in found[2] or float(found[2]) <= 1:
-                return Rule("time", _parts(found[2], text), found[1])
-            return Rule("time", (), found[1], at=found[2])
+                return SplitRule("time", _parts(found[2], text), found[1])
+            return SplitRule("time", (), found[1], at=found[2])
         case _:
             pass
     raise DataError(f"'{text}' is not a way to split. Use one of\n{FORMS}")
 
 
-def folds(count: int, group: str = "") -> Rule:
+def folds(count: int, group: str = "") -> SplitRule:
     """`count` parts of equal size; all records of a group in one, where a column is given."""
     if not 2 <= count <= 100:
         raise DataError(f"{count} folds: there must be 2 to 100.")
-    return Rule("folds", (1 / count,) * count, group)
+    return SplitRule("folds", (1 / count,) * count, group)
 
 
 def _parts(numbers: str, text: str) -> tuple[float, ...]:
@@ -149,7 +149,7 @@ def _parts(numbers: str, text: str) -> tuple[float, ...]:
 # ---- records
 
 
-def keys(rule: Rule, table: pa.Table, contents: Hashes) -> Hashes:
+def keys(rule: SplitRule, table: pa.Table, contents: Hashes) -> Hashes:
     """What lots are drawn by. Records without a group are groups of their own."""
     if rule.kind in ("group", "folds") and rule.column:
         groups = near(_column(rule, table))
@@ -157,7 +157,9 @@ def keys(rule: Rule, table: pa.Table, contents: Hashes) -> Hashes:
     return contents
 
 
-def assign(rule: Rule, table: pa.Table, contents: Hashes, links: Links | None = None) -> Sides:
+def assign(
+    rule: SplitRule, table: pa.Table, contents: Hashes, links: KeyLinks | None = None
+) -> Sides:
     """The split of every row by number, or NOWHERE.
 
     `contents`: a hash of all that a record says, without its id. `links`: where there are ids and
@@ -175,7 +177,7 @@ def assign(rule: Rule, table: pa.Table, contents: Hashes, links: Links | None = 
             return np.searchsorted(np.array(rule.cuts), fraction(lots), "right").astype(np.int8)
 
 
-def refuse_empty(rule: Rule, counts: Mapping[str, int]) -> None:
+def refuse_empty(rule: SplitRule, counts: Mapping[str, int]) -> None:
     """Complain about a split without records; `counts`: by the splits' names."""
     for name in rule.names:
         if not counts.get(name):
@@ -188,14 +190,14 @@ def refuse_empty(rule: Rule, counts: Mapping[str, int]) -> None:
             raise DataError(f"no record falls into the split '{name}' ({held}). {hint}")
 
 
-def _column(rule: Rule, table: pa.Table) -> pa.ChunkedArray:
+def _column(rule: SplitRule, table: pa.Table) -> pa.ChunkedArray:
     if rule.column not in table.column_names:
         there = ", ".join(n for n in table.column_names if n != ID)
         raise DataError(f"split by '{rule.column}': there is no such column; there are {there}.")
     return table.column(rule.column)
 
 
-def instants(rule: Rule, table: pa.Table) -> Ints:
+def instants(rule: SplitRule, table: pa.Table) -> Ints:
     """The times of the rows that have one, as integers in their order; for `Quantile`."""
     times, there = _instants(rule.column, _column(rule, table))
     return times[there]
@@ -216,7 +218,7 @@ def _instants(name: str, column: pa.ChunkedArray) -> tuple[Ints, NDArray[np.bool
     )
 
 
-def _by_time(rule: Rule, column: pa.ChunkedArray) -> Sides:
+def _by_time(rule: SplitRule, column: pa.ChunkedArray) -> Sides:
     assert not rule.open, "the moments must be found first"
     times, there = _instants(rule.column, column)
     moments = rule.moments or (_moment(rule, column.type),)
@@ -224,7 +226,7 @@ def _by_time(rule: Rule, column: pa.ChunkedArray) -> Sides:
     return np.where(there, sides, np.int8(NOWHERE))
 
 
-def _moment(rule: Rule, kind: pa.DataType) -> int:
+def _moment(rule: SplitRule, kind: pa.DataType) -> int:
     """The moment as it was written, on the scale of `_instants`."""
     if not is_number(kind):
         since = _date(rule.at) - datetime(1970, 1, 1, tzinfo=UTC)
@@ -252,7 +254,7 @@ def _date(text: str) -> datetime:
     return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
 
 
-def _by_value(rule: Rule, column: pa.ChunkedArray) -> Sides:
+def _by_value(rule: SplitRule, column: pa.ChunkedArray) -> Sides:
     texts = pa.array(rule.values, pa.string())
     try:
         wanted = near(texts if pa.types.is_null(column.type) else texts.cast(column.type))

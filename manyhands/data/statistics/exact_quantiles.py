@@ -29,7 +29,7 @@ BINS = 1 << 16
 KEPT = 1 << 16
 
 
-class Span(msgspec.Struct, frozen=True):
+class QuantileBounds(msgspec.Struct, frozen=True):
     """Where one quantile lies."""
 
     low: int
@@ -48,7 +48,7 @@ class Span(msgspec.Struct, frozen=True):
 class Quantile(msgspec.Struct, frozen=True):
     fractions: tuple[float, ...]
     total: int = 0
-    spans: tuple[Span, ...] = ()
+    spans: tuple[QuantileBounds, ...] = ()
     """One per fraction; none before the first round."""
 
     @property
@@ -86,16 +86,16 @@ class Quantile(msgspec.Struct, frozen=True):
             total, least, most = _ints(merged).tolist()
             if not total:
                 raise DataError("no record has a time, so there is no moment to split at.")
-            span = Span(least, most, 0, total)
+            span = QuantileBounds(least, most, 0, total)
             return Quantile(self.fractions, total, (span,) * len(self.fractions))
-        spans: list[Span] = []
+        spans: list[QuantileBounds] = []
         for cut, span, told in zip(self.fractions, self.spans, _unpacked(merged), strict=True):
             rank = min(self.total - 1, int(cut * self.total + 0.5))
             spans.append(_narrowed(span, told, rank - span.below))
         return Quantile(self.fractions, self.total, tuple(spans))
 
 
-def _asked(span: Span, values: Ints) -> Ints:
+def _asked(span: QuantileBounds, values: Ints) -> Ints:
     """A histogram of the values in the span, or these values themselves."""
     if span.low == span.high:
         return np.empty(0, np.int64)
@@ -107,23 +107,23 @@ def _asked(span: Span, values: Ints) -> Ints:
     return np.bincount(bins, minlength=BINS).astype(np.int64)
 
 
-def _joined(span: Span, left: Ints, right: Ints) -> Ints:
+def _joined(span: QuantileBounds, left: Ints, right: Ints) -> Ints:
     return left + right if span.step and span.low < span.high else np.concatenate([left, right])
 
 
-def _narrowed(span: Span, told: Ints, rank: int) -> Span:
+def _narrowed(span: QuantileBounds, told: Ints, rank: int) -> QuantileBounds:
     """`rank`: how many of the values inside are before the quantile."""
     if span.low == span.high:
         return span
     if not span.step:
         value = int(np.sort(told)[rank])
-        return Span(value, value, span.below + int((told < value).sum()), 1)
+        return QuantileBounds(value, value, span.below + int((told < value).sum()), 1)
     before = np.cumsum(told)
     place = int(np.searchsorted(before, rank, side="right"))
     low = span.low + place * span.step
     high = min(span.high, low + span.step - 1)
     inside = int(told[place])
-    return Span(low, high, span.below + int(before[place]) - inside, inside)
+    return QuantileBounds(low, high, span.below + int(before[place]) - inside, inside)
 
 
 def _ints(data: bytes) -> Ints:

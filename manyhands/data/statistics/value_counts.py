@@ -23,7 +23,7 @@ _CAPPED = b"capped"
 
 
 @dataclass(frozen=True, slots=True)
-class Counts:
+class ValueCounts:
     values: pa.Array
     """Distinct, without nulls; in a total the most frequent first, among equals the smallest."""
     counts: NDArray[np.int64]
@@ -41,36 +41,36 @@ class Counts:
         return sink.getvalue().to_pybytes()
 
     @staticmethod
-    def load(data: bytes) -> "Counts":
+    def load(data: bytes) -> "ValueCounts":
         table = ipc.open_stream(data).read_all()
         counts = table.column("count").to_numpy()
-        return Counts(whole(table.column("value")), counts, bool(table.schema.metadata))
+        return ValueCounts(whole(table.column("value")), counts, bool(table.schema.metadata))
 
 
-def count(values: pa.Array) -> Counts:
+def count(values: pa.Array) -> ValueCounts:
     """Of an array; nulls are left out. Floats must not hold NaN."""
     found = values.drop_null().value_counts()
     return _ranked(found.field("values"), found.field("counts").to_numpy(), False, exact=False)
 
 
-class Tally:
+class ValueTally:
     """Counts that are added up."""
 
     def __init__(self) -> None:
-        self._held: list[Counts] = []
+        self._held: list[ValueCounts] = []
 
-    def add(self, part: Counts) -> None:
+    def add(self, part: ValueCounts) -> None:
         self._held.append(part)
         # Joined whenever what is new outgrows what is known: every value is moved few times.
         if sum(map(len, self._held[1:])) > max(len(self._held[0]), LIMIT // 10):
             self._held = [_joined(self._held, exact=False)]
 
-    def total(self) -> Counts | None:
+    def total(self) -> ValueCounts | None:
         """None when nothing was added."""
         return _joined(self._held, exact=True) if self._held else None
 
 
-def _joined(parts: list[Counts], exact: bool) -> Counts:
+def _joined(parts: list[ValueCounts], exact: bool) -> ValueCounts:
     values = pa.concat_arrays([p.values for p in parts])
     counts = np.concatenate([p.counts for p in parts])
     table = pa.table({"value": values, "count": counts})
@@ -81,18 +81,20 @@ def _joined(parts: list[Counts], exact: bool) -> Counts:
     )
 
 
-def _ranked(values: pa.Array, counts: NDArray[np.int64], capped: bool, *, exact: bool) -> Counts:
+def _ranked(
+    values: pa.Array, counts: NDArray[np.int64], capped: bool, *, exact: bool
+) -> ValueCounts:
     """In order, cut to the limit; on the way only what has twice outgrown the limit."""
     table = pa.table({"value": values, "count": counts})
     limit = FLOAT_LIMIT if pa.types.is_floating(values.type) else LIMIT
     if table.nbytes > BYTES_LIMIT:
         limit = min(limit, max(1, len(values) * BYTES_LIMIT // table.nbytes))
     if not exact and len(values) <= 2 * limit:
-        return Counts(values, counts, capped)
+        return ValueCounts(values, counts, capped)
     keys = [("count", "descending"), ("value", "ascending")]
     ranks = compute.sort_indices(table, sort_keys=keys)
     table = table.take(ranks[:limit])
-    return Counts(
+    return ValueCounts(
         whole(table.column("value")),
         table.column("count").to_numpy(),
         capped or len(values) > limit,

@@ -22,14 +22,14 @@ from manyhands.data.tfrecord.feature_kinds import (
     INTS,
     MOST_BYTES,
     TYPES,
-    Kind,
+    FeatureType,
     inner_type,
     kind_of,
 )
 from manyhands.data.tfrecord.framing import (
-    Buffer,
-    Bytes,
-    Damage,
+    ByteArray,
+    ByteBuffer,
+    FrameDamage,
     Positions,
     as_bytes,
     contents,
@@ -37,7 +37,7 @@ from manyhands.data.tfrecord.framing import (
     offsets_of,
 )
 from manyhands.data.tfrecord.parse_one_example import CUT
-from manyhands.data.tfrecord.scan_features import Feature, Found, forget, scan
+from manyhands.data.tfrecord.scan_features import Feature, FoundFeatures, forget, scan
 from manyhands.values.errors import DataError
 
 _NAMES = {BYTES: "bytes", FLOATS: "floats", INTS: "integers"}
@@ -51,15 +51,15 @@ class Parsed:
     table: pa.Table
     rows: Positions
     """Of each row: which record it was."""
-    bad: list[Damage]
+    bad: list[FrameDamage]
     """The other records, ascending."""
 
 
 def parse(
-    buffer: Buffer,
+    buffer: ByteBuffer,
     starts: Positions,
     lengths: Positions,
-    columns: Mapping[str, Kind] | None = None,
+    columns: Mapping[str, FeatureType] | None = None,
     *,
     others: bool = False,
 ) -> Parsed:
@@ -79,7 +79,7 @@ def parse(
         forget(found, np.array(sorted(found.cut)))
         arrays = _columns(found, columns or {})
     number = np.arange(len(starts))
-    bad = [Damage(i, int(starts[i]), what) for i, what in sorted(found.bad.items())]
+    bad = [FrameDamage(i, int(starts[i]), what) for i, what in sorted(found.bad.items())]
     # A table without columns has no rows, unless it once had a column: the numbers.
     table = pa.Table.from_arrays([pa.array(number), *arrays.values()], ["", *arrays])
     if bad:
@@ -89,8 +89,8 @@ def parse(
 
 
 def _together(
-    data: Bytes, starts: Positions, lengths: Positions
-) -> tuple[Bytes, Positions, Positions]:
+    data: ByteArray, starts: Positions, lengths: Positions
+) -> tuple[ByteArray, Positions, Positions]:
     """Bytes that hold little but these records, in order, and where each starts and ends."""
     first, ends = int(starts[0]) if len(starts) else 0, starts + lengths
     stop = int(ends[-1]) if len(starts) else 0
@@ -104,13 +104,13 @@ def _together(
 # Values → columns.
 
 
-def _columns(found: Found, given: Mapping[str, Kind]) -> dict[str, pa.Array]:
+def _columns(found: FoundFeatures, given: Mapping[str, FeatureType]) -> dict[str, pa.Array]:
     inferred = sorted(n for n, f in found.features.items() if n not in given and f.kind.any())
-    wanted: dict[str, Kind | None] = {**given, **dict.fromkeys(inferred)}
+    wanted: dict[str, FeatureType | None] = {**given, **dict.fromkeys(inferred)}
     return {name: _column(found, name, kind) for name, kind in wanted.items()}
 
 
-def _column(found: Found, name: str, wanted: Kind | None) -> pa.Array:
+def _column(found: FoundFeatures, name: str, wanted: FeatureType | None) -> pa.Array:
     """One column of all records; where a record does not fit, it is blamed and null."""
     feature = found.features.get(name)
     if feature is None or not feature.kind.any():
@@ -147,7 +147,7 @@ def _blame(where: dict[int, str], records: Positions, what: str) -> None:
         where.setdefault(record, what)
 
 
-def _shape(base: Kind, kind: int, counts: Positions) -> Kind:
+def _shape(base: FeatureType, kind: int, counts: Positions) -> FeatureType:
     """One value, a fixed number of them or a list, by how many there always are."""
     least, most = (int(counts.min()), int(counts.max())) if counts.size else (1, 1)
     if least == most == 1:
@@ -155,13 +155,13 @@ def _shape(base: Kind, kind: int, counts: Positions) -> Kind:
     return pa.list_(base, most if least == most and most and kind != BYTES else -1)
 
 
-def _fits(shape: Kind, counts: Positions) -> NDArray[np.bool_]:
+def _fits(shape: FeatureType, counts: Positions) -> NDArray[np.bool_]:
     if pa.types.is_fixed_size_list(shape):
         return counts == shape.list_size
     return counts == 1 if inner_type(shape) == shape else np.ones(len(counts), dtype=np.bool_)
 
 
-def _in_lists(shape: Kind, values: pa.Array, counts: Positions) -> pa.Array:
+def _in_lists(shape: FeatureType, values: pa.Array, counts: Positions) -> pa.Array:
     if pa.types.is_fixed_size_list(shape):
         return pa.FixedSizeListArray.from_arrays(values, shape.list_size)
     if inner_type(shape) == shape:
@@ -169,7 +169,7 @@ def _in_lists(shape: Kind, values: pa.Array, counts: Positions) -> pa.Array:
     return pa.ListArray.from_arrays(pa.array(offsets_of(counts).astype(np.int32)), values)
 
 
-def _cast(found: Found, name: str, array: pa.Array, kind: Kind) -> pa.Array:
+def _cast(found: FoundFeatures, name: str, array: pa.Array, kind: FeatureType) -> pa.Array:
     if array.type == kind:
         return array
     try:
@@ -181,7 +181,7 @@ def _cast(found: Found, name: str, array: pa.Array, kind: Kind) -> pa.Array:
         return array.take(pa.array(np.arange(len(array)), mask=~fits)).cast(kind)
 
 
-def _casts(array: pa.Array, kind: Kind) -> bool:
+def _casts(array: pa.Array, kind: FeatureType) -> bool:
     try:
         array.cast(kind)
     except pa.ArrowInvalid:
@@ -193,7 +193,7 @@ _Decoded = tuple[pa.Array, Positions, NDArray[np.bool_]]
 """All values end to end, how many each row has, and which rows are whole (the others have none)."""
 
 
-def _bytes(data: Bytes, feature: Feature, rows: Positions) -> _Decoded:
+def _bytes(data: ByteArray, feature: Feature, rows: Positions) -> _Decoded:
     none = np.zeros(0, dtype=np.int64)
     row, at, size = map(np.concatenate, zip((none, none, none), *feature.values, strict=True))
     if len(feature.values) > 1:
@@ -206,14 +206,14 @@ def _bytes(data: Bytes, feature: Feature, rows: Positions) -> _Decoded:
     return values, counts, np.ones(len(rows), dtype=np.bool_)
 
 
-def _floats(data: Bytes, feature: Feature, rows: Positions) -> _Decoded:
+def _floats(data: ByteArray, feature: Feature, rows: Positions) -> _Decoded:
     whole = feature.size[rows] % 4 == 0
     size = np.where(whole, feature.size[rows], 0)
     raw, _ = contents(gather(data, feature.at[rows], size))
     return pa.array(raw.view("<f4")), size // 4, whole
 
 
-def _ints(data: Bytes, feature: Feature, rows: Positions) -> _Decoded:
+def _ints(data: ByteArray, feature: Feature, rows: Positions) -> _Decoded:
     at, size = feature.at[rows], feature.size[rows]
     whole = (size == 0) | (data[at + size - 1] < 0x80)
     total = np.cumsum(size)
@@ -227,7 +227,7 @@ def _ints(data: Bytes, feature: Feature, rows: Positions) -> _Decoded:
 
 
 def _varint_block(
-    data: Bytes, at: Positions, size: Positions, whole: NDArray[np.bool_]
+    data: ByteArray, at: Positions, size: Positions, whole: NDArray[np.bool_]
 ) -> tuple[NDArray[np.int64], Positions]:
     """All values, and how many each row has. Rows with a number of more than 10 bytes are marked
     as not whole."""
@@ -242,7 +242,7 @@ def _varint_block(
     return _decode(raw, begins, width), np.diff(np.searchsorted(ends, offsets, side="right"))
 
 
-_DECODERS: dict[int, Callable[[Bytes, Feature, Positions], _Decoded]] = {
+_DECODERS: dict[int, Callable[[ByteArray, Feature, Positions], _Decoded]] = {
     BYTES: _bytes,
     FLOATS: _floats,
     INTS: _ints,
@@ -256,7 +256,7 @@ _SQUEEZE = [
 """To squeeze 8 groups of 7 bits, a byte each, into 56 bits: pairs, then pairs of pairs, ..."""
 
 
-def _decode(raw: Bytes, begins: Positions, width: Positions) -> NDArray[np.int64]:
+def _decode(raw: ByteArray, begins: Positions, width: Positions) -> NDArray[np.int64]:
     """Varints of up to 10 bytes, all at once: 8 bytes by shifting, the last two one by one."""
     most = int(width.max()) if width.size else 0
     if most <= 1:

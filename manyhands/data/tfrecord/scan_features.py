@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from manyhands.data.tfrecord.feature_headers import Header, header_of
+from manyhands.data.tfrecord.feature_headers import FeatureHeader, header_of
 from manyhands.data.tfrecord.feature_kinds import BYTES, NONE
-from manyhands.data.tfrecord.framing import Bytes, Positions, as_bytes
+from manyhands.data.tfrecord.framing import ByteArray, Positions, as_bytes
 from manyhands.data.tfrecord.parse_one_example import Malformed, places_of, read_example, varint
 from manyhands.values.errors import DataError
 
@@ -48,8 +48,8 @@ class Feature:
 
 
 @dataclass(slots=True)
-class Found:
-    data: Bytes
+class FoundFeatures:
+    data: ByteArray
     records: int
     wanted: set[str] | None = None
     """Names of features; None for all."""
@@ -75,9 +75,11 @@ class Found:
         return self.wanted is None or name in self.wanted
 
 
-def scan(data: Bytes, starts: Positions, ends: Positions, wanted: set[str] | None) -> Found:
+def scan(
+    data: ByteArray, starts: Positions, ends: Positions, wanted: set[str] | None
+) -> FoundFeatures:
     """Most records by their headers, the odd ones field by field."""
-    found = Found(data, len(starts), wanted)
+    found = FoundFeatures(data, len(starts), wanted)
     odd = _walk(found, starts, ends)
     for feature in found.features.values():
         rows = np.flatnonzero(feature.kind == BYTES)
@@ -88,7 +90,7 @@ def scan(data: Bytes, starts: Positions, ends: Positions, wanted: set[str] | Non
     return found
 
 
-def forget(found: Found, records: Positions) -> None:
+def forget(found: FoundFeatures, records: Positions) -> None:
     for feature in found.features.values():
         feature.kind[records] = NONE
         kept = [~np.isin(row, records) for row, _, _ in feature.values]
@@ -98,7 +100,7 @@ def forget(found: Found, records: Positions) -> None:
         ]
 
 
-def _read_odd(found: Found, odd: Positions, starts: Positions, ends: Positions) -> None:
+def _read_odd(found: FoundFeatures, odd: Positions, starts: Positions, ends: Positions) -> None:
     forget(found, odd)
     merged = bytearray()
     for record in odd.tolist():
@@ -127,13 +129,13 @@ def _read_odd(found: Found, odd: Positions, starts: Positions, ends: Positions) 
 # Headers, learned from one record and looked for in all others.
 
 
-def _walk(found: Found, starts: Positions, ends: Positions) -> set[int]:
+def _walk(found: FoundFeatures, starts: Positions, ends: Positions) -> set[int]:
     """Note where features are in all records that look as expected; the others are returned."""
     length, at = _varints(found.data, starts + 1, ends)
     plain = (at + length == ends) & (at >= 0)
     plain[plain] = found.data[starts[plain]] == 0x0A
     odd = set(np.flatnonzero(~plain & (starts < ends)).tolist())
-    at, headers = np.where(plain, at, ends), list[Header]()
+    at, headers = np.where(plain, at, ends), list[FeatureHeader]()
     for first in range(0, len(at), _ROWS):
         left, misses = np.arange(first, min(first + _ROWS, len(at))), 0
         _follow(found, headers, left, at, ends)
@@ -152,7 +154,11 @@ def _walk(found: Found, starts: Positions, ends: Positions) -> set[int]:
 
 
 def _follow(
-    found: Found, headers: list[Header], rows: Positions, at: Positions, ends: Positions
+    found: FoundFeatures,
+    headers: list[FeatureHeader],
+    rows: Positions,
+    at: Positions,
+    ends: Positions,
 ) -> None:
     """Go on in these records as long as the next thing is a header that is known.
 
@@ -168,10 +174,10 @@ def _follow(
         rows = rows[at[rows] > before]
 
 
-def _learn(headers: list[Header], raw: bytes) -> list[Header]:
+def _learn(headers: list[FeatureHeader], raw: bytes) -> list[FeatureHeader]:
     """Add the headers that a record should have, each after the one that precedes it there. What
     is new is returned."""
-    new, place = list[Header](), 0
+    new, place = list[FeatureHeader](), 0
     for name, kind, size in _sizes(raw):
         header = header_of(name, kind, size)
         if header is None:
@@ -195,7 +201,9 @@ def _sizes(raw: bytes) -> Iterator[tuple[str, int, int]]:
         return
 
 
-def _advance(found: Found, header: Header, rows: Positions, at: Positions, ends: Positions) -> None:
+def _advance(
+    found: FoundFeatures, header: FeatureHeader, rows: Positions, at: Positions, ends: Positions
+) -> None:
     """Take in the feature where its header is the next thing in a record. The last one wins."""
     hit, stop = header.find(found.data, at[rows], ends[rows])
     if not hit.all():
@@ -207,7 +215,7 @@ def _advance(found: Found, header: Header, rows: Positions, at: Positions, ends:
 
 
 def _split(
-    data: Bytes, rows: Positions, at: Positions, size: Positions
+    data: ByteArray, rows: Positions, at: Positions, size: Positions
 ) -> tuple[list[_Values], set[int]]:
     """The values in lists of bytes; and the rows in which something else is found as well."""
     values, odd, ends = list[_Values](), set[int](), at + size
@@ -225,7 +233,7 @@ def _split(
     return values, odd
 
 
-def _varints(data: Bytes, at: Positions, ends: Positions) -> tuple[Positions, Positions]:
+def _varints(data: ByteArray, at: Positions, ends: Positions) -> tuple[Positions, Positions]:
     """The length that stands at each position, and where it ends: -1 if not before `ends`."""
     value, after = np.zeros(len(at), dtype=np.int64), np.full(len(at), -1)
     going = at < ends

@@ -21,7 +21,7 @@ from manyhands.data.tfrecord.feature_kinds import (
     kind_of,
 )
 from manyhands.data.tfrecord.framing import (
-    Bytes,
+    ByteArray,
     Positions,
     contents,
     joined,
@@ -32,7 +32,7 @@ from manyhands.data.tfrecord.parse_one_example import varint
 from manyhands.values.errors import DataError
 
 
-def encode(table: pa.Table) -> tuple[Bytes, Positions, Positions]:
+def encode(table: pa.Table) -> tuple[ByteArray, Positions, Positions]:
     """Each row as a tf.train.Example: the bytes, and where each starts and how long it is.
 
     As TensorFlow writes them with `deterministic=True`: features sorted by name, numbers packed. A
@@ -78,7 +78,7 @@ def _encoded(name: str, array: pa.Array) -> list[pa.LargeBinaryArray]:
     return [headers, large_binary(raw, edges)]
 
 
-def _packed(name: str, kind: int, values: pa.Array) -> tuple[Bytes, Positions]:
+def _packed(name: str, kind: int, values: pa.Array) -> tuple[ByteArray, Positions]:
     """The bytes of all values, and where each begins."""
     if kind == BYTES:
         array = values.cast(pa.large_binary())

@@ -20,7 +20,7 @@ from manyhands.data.fetching.peer_sharing import Sharing
 from manyhands.data.fetching.shard_cache import Cache, key_of
 from manyhands.data.fetching.transfer import Peer
 from manyhands.data.reading.records import open_data, prepared, share
-from manyhands.data.reading.shard_records import Prepared
+from manyhands.data.reading.shard_records import ShardRecords
 from manyhands.data.shards.manifest import ShardInfo, read_manifest
 from manyhands.driver.supervise.membership import make_view
 from manyhands.launch.engines.launcher import Launcher
@@ -223,7 +223,7 @@ def test_data_that_is_here_is_not_shared(folder: Path, web: Web, tmp_path: Path)
         transfer.Peers(transfer.NOBODY.placement, {}, transfer.NOBODY.credentials),
     )
     train, held = open_data(prepared(web.url("clicks"), transfer=mine), None, settings)
-    assert isinstance(train, Prepared)
+    assert isinstance(train, ShardRecords)
     assert share(train, held, settings, new_secret(), "127.0.0.1") is None
 
 

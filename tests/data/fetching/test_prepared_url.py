@@ -25,7 +25,7 @@ from manyhands.data.fetching.shard_cache import Cache
 from manyhands.data.fetching.transfer import Direct, Peer, Replicate
 from manyhands.data.preparing.overview import overview, verified
 from manyhands.data.reading.records import make_ready, open_data, prepared, sampled_digest
-from manyhands.data.reading.shard_records import Prepared
+from manyhands.data.reading.shard_records import ShardRecords
 from manyhands.data.shards.manifest import Manifest, read_manifest, write_manifest
 from manyhands.data.shards.prepared_url import RemoteFolder, folder_of
 from manyhands.launch.engines.launcher import Launcher
@@ -129,7 +129,7 @@ def test_batches_are_those_of_the_local_folder(
 ) -> None:
     far, _ = open_data(windowed(web.url("clicks")), None, settings)
     near, _ = open_data(windowed(folder), None)
-    assert isinstance(far, Prepared) and isinstance(near, Prepared)
+    assert isinstance(far, ShardRecords) and isinstance(near, ShardRecords)
     asked = np.asarray([0, ROWS * SHARDS - 1, 40])
     assert torch.equal(far.batch(asked)["x"], near.batch(asked)["x"])
     far.close()
@@ -181,7 +181,7 @@ def test_folds_and_other_held_out_data_behind_urls(
     )
     assert held is not None and (len(train), len(held)) == (10, 2 * ROWS)
     assert train.batch(np.asarray([9]))["_id"].tolist() == [10]
-    assert isinstance(train, Prepared)
+    assert isinstance(train, ShardRecords)
     train.close()
     for data in (web.url("folds"), str(folder.parent / "folds")):
         task = folder.parent / "task.py"
@@ -228,12 +228,12 @@ def test_settings_choose_the_transfer(web: Web, settings: DataConfig) -> None:
     for name, kind in kinds.items():
         chosen = msgspec.convert({"cache": settings.cache, "transfer": name}, DataConfig)
         train, held = open_data(web.url("clicks"), None, chosen)
-        assert isinstance(train, Prepared) and isinstance(held, Prepared)
+        assert isinstance(train, ShardRecords) and isinstance(held, ShardRecords)
         assert isinstance(train.data.transfer, kind) and isinstance(held.data.transfer, kind)
         assert train.data.transfer.cache is held.data.transfer.cache
     mine = Direct(web.url("clicks"), Cache(settings.cache or ""))
     train, _ = open_data(prepared(web.url("clicks"), transfer=mine), None, settings)
-    assert isinstance(train, Prepared) and train.data.transfer is mine
+    assert isinstance(train, ShardRecords) and train.data.transfer is mine
 
 
 def test_a_cache_that_is_too_small_is_refused_with_the_numbers(

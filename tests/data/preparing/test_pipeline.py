@@ -22,7 +22,7 @@ from torch import nn
 
 import manyhands as mh
 from manyhands.data.encoding.encoders import Encoders
-from manyhands.data.fetching.placement import Host, place
+from manyhands.data.fetching.placement import ShardHost, place
 from manyhands.data.fetching.shard_cache import Cache
 from manyhands.data.fetching.shard_server import ShardServer
 from manyhands.data.fetching.transfer import Direct, Peer, Peers, Replicate
@@ -522,7 +522,7 @@ def test_any_placement_and_transfer_gives_the_same_bits(
     made = mh.prepare([source], folder, label="income", workers=1, shard_size="5kB")
     shards = [shard for split in made.splits.values() for shard in split.shards]
     secret = Credentials.of(b"only holders of this may ask....", "shards")
-    placement = place(shards, [Host("a"), Host("b")], policy)
+    placement = place(shards, [ShardHost("a"), ShardHost("b")], policy)
     servers: dict[str, ShardServer] = {}
     try:
         for host in ("a", "b"):

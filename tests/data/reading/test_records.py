@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manyhands.data.ordering.epoch_order import order, permutation
-from manyhands.data.reading.micro_batch_feed import Feed, held_out_batches
+from manyhands.data.reading.micro_batch_feed import MicroBatchFeed, held_out_batches
 from manyhands.data.reading.records import open_data, record_ids
 from manyhands.training.compute.seeds import seed_everything
 from manyhands.values.errors import TaskError
@@ -42,9 +42,9 @@ def columns(n: int) -> dict[str, torch.Tensor]:
     return {"i": torch.arange(n), "x": torch.randn(n, 3)}
 
 
-def feed(n: int = 101) -> Feed:
+def feed(n: int = 101) -> MicroBatchFeed:
     records, _ = open_data(columns(n), None)
-    return Feed(records, seed=5, batch=32, micro_batch=8, seeder=seed_everything)
+    return MicroBatchFeed(records, seed=5, batch=32, micro_batch=8, seeder=seed_everything)
 
 
 def test_two_epochs_of_micro_batches_hold_every_record_twice() -> None:

@@ -16,12 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import manyhands as mh
-from manyhands.data.ordering.epoch_order import Visit
+from manyhands.data.ordering.epoch_order import RecordVisit
 from manyhands.data.reading import pad_and_collate
 from manyhands.data.reading.augment import Compose, FeatureNoise
-from manyhands.data.reading.micro_batch_feed import Feed, held_out_batches
+from manyhands.data.reading.micro_batch_feed import MicroBatchFeed, held_out_batches
 from manyhands.data.reading.records import open_data, prepared, record_ids, sampled_digest
-from manyhands.data.reading.shard_records import Prepared
+from manyhands.data.reading.shard_records import ShardRecords
 from manyhands.data.shards.shard_file import Ragged
 from manyhands.launch.engines.launcher import Launcher
 from manyhands.training.compute.seeds import seed_everything
@@ -32,8 +32,8 @@ from tests.support.prepared_folders import fixed, mixed_table, row_bytes, write_
 SIZES = (13, 0, 7, 20)
 
 
-def open_prepared(folder: Path, split: str = "train", **options: Any) -> Prepared:
-    return Prepared(prepared(folder, split, **options))
+def open_prepared(folder: Path, split: str = "train", **options: Any) -> ShardRecords:
+    return ShardRecords(prepared(folder, split, **options))
 
 
 ROWS = sum(SIZES)
@@ -191,7 +191,7 @@ def test_a_folder_that_is_not_prepared_is_named(tmp_path: Path) -> None:
 def test_an_epoch_of_any_windows_holds_every_record_once(folder: Path) -> None:
     for window in (1, 10, 1000):
         records = open_prepared(folder, window=window)
-        feed = Feed(records, seed=5, batch=9, micro_batch=4, seeder=seed_everything)
+        feed = MicroBatchFeed(records, seed=5, batch=9, micro_batch=4, seeder=seed_everything)
         seen: list[int] = []
         for step in range(10):
             here = feed.cut(step)
@@ -208,7 +208,7 @@ def test_a_part_is_read_shard_by_shard_too(folder: Path) -> None:
     assert held is not None and (len(train), len(held)) == (30, 10)
     names = [*record_ids(train, np.arange(30)), *record_ids(held, np.arange(10))]
     assert sorted(names) == list(range(ROWS))
-    assert isinstance(train, Prepared)
+    assert isinstance(train, ShardRecords)
     here = train.order(1, 0)
     assert sorted(here[range(30)].tolist()) == list(range(30))
     assert len(here.windows.shards) > 1
@@ -219,7 +219,7 @@ def test_a_part_is_read_shard_by_shard_too(folder: Path) -> None:
     ]
 
 
-def many_shards(tmp_path: Path, **options: Any) -> Prepared:
+def many_shards(tmp_path: Path, **options: Any) -> ShardRecords:
     tables = [mixed_table(10, first=10 * i) for i in range(12)]
     return open_prepared(write_folder(tmp_path, {"train": tables}), **options)
 
@@ -227,7 +227,7 @@ def many_shards(tmp_path: Path, **options: Any) -> Prepared:
 def test_the_shards_of_two_windows_are_open_at_most(tmp_path: Path) -> None:
     records = many_shards(tmp_path, window=25)
     for epoch in range(2):
-        visit, order = Visit(3, epoch), records.order(3, epoch)
+        visit, order = RecordVisit(3, epoch), records.order(3, epoch)
         for start in range(0, 120, 5):
             records.batch(order[range(start, start + 5)], visit)
             wait_for_background()
@@ -239,11 +239,11 @@ def test_the_shards_of_two_windows_are_open_at_most(tmp_path: Path) -> None:
 def test_the_next_window_is_opened_in_the_background(tmp_path: Path) -> None:
     records = many_shards(tmp_path, window=20)
     order = records.order(3, 0)
-    records.batch(order[range(5)], Visit(3, 0))
+    records.batch(order[range(5)], RecordVisit(3, 0))
     wait_for_background()
     first, second = order.windows.shards[:2]
     assert records._shelf.open_shards == sorted([*first, *second])
-    held_out = Visit(3, training=False)
+    held_out = RecordVisit(3, training=False)
     records.batch(np.arange(4), held_out)
     wait_for_background()
     assert records._shelf.open_shards == [0, 1, 2, 3]  # in their own order
@@ -275,7 +275,7 @@ def test_other_formats_give_the_same_batches(folder: Path, tmp_path: Path, forma
         open_prepared(other).batch(ids(ROWS - 1))
 
 
-def same(ours: Prepared, theirs: Prepared) -> None:
+def same(ours: ShardRecords, theirs: ShardRecords) -> None:
     asked = np.random.default_rng(0).integers(0, ROWS, 30)
     a, b = ours.batch(asked), theirs.batch(asked)
     assert a.keys() == b.keys()
@@ -309,7 +309,7 @@ def test_a_file_that_comes_back_is_read_after_all(tmp_path: Path) -> None:
     folder = write_folder(tmp_path, {"train": tables})
     (folder / "train-00001.arrow").rename(folder / "elsewhere")
     records = open_prepared(folder)
-    held_out = Visit(training=False)
+    held_out = RecordVisit(training=False)
     records.batch(np.arange(10), held_out)
     wait_for_background()
     (folder / "elsewhere").rename(folder / "train-00001.arrow")
@@ -335,8 +335,8 @@ def test_shards_that_are_transferred_are_released(tmp_path: Path) -> None:
     many_shards(tmp_path).close()
     transfer = Counted(tmp_path)
     data = dataclasses.replace(prepared(tmp_path, window=20), transfer=transfer)
-    records = Prepared(data)
-    visit, order = Visit(3, 0), records.order(3, 0)
+    records = ShardRecords(data)
+    visit, order = RecordVisit(3, 0), records.order(3, 0)
     for start in range(0, 120, 5):
         records.batch(order[range(start, start + 5)], visit)
     records.close()
@@ -406,11 +406,11 @@ def test_transforms_know_record_epoch_and_whether_it_is_training(folder: Path) -
 
     records = open_prepared(folder, columns=["x"], transform=noisy)
     assert records.draws_randomness
-    together = records.batch(ids(5, 30, 3), Visit(1, 2))
-    alone = records.batch(ids(30), Visit(1, 2))
+    together = records.batch(ids(5, 30, 3), RecordVisit(1, 2))
+    alone = records.batch(ids(30), RecordVisit(1, 2))
     assert together["u"][1] == alone["u"][0] and together["training"]
-    assert records.batch(ids(30), Visit(1, 3))["u"] != alone["u"]
-    assert not records.batch(ids(30), Visit(1, training=False))["training"]
+    assert records.batch(ids(30), RecordVisit(1, 3))["u"] != alone["u"]
+    assert not records.batch(ids(30), RecordVisit(1, training=False))["training"]
     records.close()
 
 

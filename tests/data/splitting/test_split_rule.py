@@ -23,11 +23,11 @@ from manyhands.data.columns.hashing import (
     near,
 )
 from manyhands.data.preparing.balance_classes import sample
-from manyhands.data.splitting.leakage import Report, shared
-from manyhands.data.splitting.linked_records import Links, linked, linking
+from manyhands.data.splitting.leakage import LeakageReport, shared
+from manyhands.data.splitting.linked_records import KeyLinks, linked, linking
 from manyhands.data.splitting.split_rule import (
     NOWHERE,
-    Rule,
+    SplitRule,
     assign,
     folds,
     instants,
@@ -169,22 +169,22 @@ def test_hashes_do_not_depend_on_chunks_or_neighbours(table: pa.Table, size: int
 @pytest.mark.parametrize(
     ("text", "rule"),
     [
-        ("ratio=0.8", Rule("ratio", (0.8, 1 - 0.8))),
-        ("ratio=.75:.25", Rule("ratio", (0.75, 0.25))),
-        ("ratio=0.8:0.1:0.1", Rule("ratio", (0.8, 0.1, 0.1))),
-        ("time=when:0.8", Rule("time", (0.8, 1 - 0.8), "when")),
-        ("time=a:b:0.8:0.1:0.1", Rule("time", (0.8, 0.1, 0.1), "a:b")),
-        ("time=when:2015-03-01", Rule("time", (), "when", at="2015-03-01")),
-        ("time=when:2015-03-01T10:00:00", Rule("time", (), "when", at="2015-03-01T10:00:00")),
-        ("time=when:893286638", Rule("time", (), "when", at="893286638")),
-        ("group=user:0.8", Rule("group", (0.8, 1 - 0.8), "user")),
-        ("segment=region:north, south", Rule("segment", (), "region", ("north", "south"))),
-        ("none", Rule("none")),
+        ("ratio=0.8", SplitRule("ratio", (0.8, 1 - 0.8))),
+        ("ratio=.75:.25", SplitRule("ratio", (0.75, 0.25))),
+        ("ratio=0.8:0.1:0.1", SplitRule("ratio", (0.8, 0.1, 0.1))),
+        ("time=when:0.8", SplitRule("time", (0.8, 1 - 0.8), "when")),
+        ("time=a:b:0.8:0.1:0.1", SplitRule("time", (0.8, 0.1, 0.1), "a:b")),
+        ("time=when:2015-03-01", SplitRule("time", (), "when", at="2015-03-01")),
+        ("time=when:2015-03-01T10:00:00", SplitRule("time", (), "when", at="2015-03-01T10:00:00")),
+        ("time=when:893286638", SplitRule("time", (), "when", at="893286638")),
+        ("group=user:0.8", SplitRule("group", (0.8, 1 - 0.8), "user")),
+        ("segment=region:north, south", SplitRule("segment", (), "region", ("north", "south"))),
+        ("none", SplitRule("none")),
     ],
 )
-def test_rules_are_read(text: str, rule: Rule) -> None:
+def test_rules_are_read(text: str, rule: SplitRule) -> None:
     assert parse_split(text) == rule
-    assert msgspec.json.decode(msgspec.json.encode(rule), type=Rule) == rule
+    assert msgspec.json.decode(msgspec.json.encode(rule), type=SplitRule) == rule
     assert rule.names == ("train", "valid", "test")[:: 1 if len(rule.parts) == 3 else 2] or (
         rule.kind == "none"
     )
@@ -204,7 +204,7 @@ def test_a_rule_that_makes_no_sense_is_answered_with_those_that_do(text: str) ->
 
 
 @given(records(), st.sampled_from(RULES), st.integers(1, 7))
-def test_a_side_depends_on_the_record_alone(table: pa.Table, rule: Rule, size: int) -> None:
+def test_a_side_depends_on_the_record_alone(table: pa.Table, rule: SplitRule, size: int) -> None:
     sides = assign(rule, table, contents(table))
     cut = rechunked(table, size)
     assert (assign(rule, cut, contents(cut)) == sides).all()
@@ -216,7 +216,7 @@ def test_a_side_depends_on_the_record_alone(table: pa.Table, rule: Rule, size: i
 
 
 @given(records(), st.sampled_from([r for r in RULES if r.links]))
-def test_nothing_that_belongs_together_is_separated(table: pa.Table, rule: Rule) -> None:
+def test_nothing_that_belongs_together_is_separated(table: pa.Table, rule: SplitRule) -> None:
     ids, held = near(table.column("id")), contents(table)
     links = linked(ids, keys(rule, table, held))
     sides = assign(rule, table, held, links)
@@ -328,7 +328,7 @@ def test_links_are_stored(tmp_path: Path) -> None:
     path = tmp_path / "links"
     links = linked(np.array([1, 1], np.uint64), np.array([5, 4], np.uint64))
     path.write_bytes(links.dump())
-    again = Links.load(path)
+    again = KeyLinks.load(path)
     assert again.keys.tolist() == [5] and again.leaders.tolist() == [4]
 
 
@@ -400,8 +400,8 @@ def test_what_splits_share_is_counted(rows: list[tuple[int, int]]) -> None:
 
 def test_a_report_fits_and_advises() -> None:
     labels = {f"a label [red] with a very long name, number {i}": (9**i, i, 0) for i in range(40)}
-    clean = Report(("train", "valid", "test"), balance=labels)
-    leaking = Report(tuple(f"fold{i}" for i in range(20)), 3, 0, 2, {"x": tuple(range(20))})
+    clean = LeakageReport(("train", "valid", "test"), balance=labels)
+    leaking = LeakageReport(tuple(f"fold{i}" for i in range(20)), 3, 0, 2, {"x": tuple(range(20))})
     for report, says in ((clean, "nothing leaks"), (leaking, "LEAKAGE")):
         console = Console(width=100, file=(out := StringIO()))
         console.print(report)

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manyhands.data.tfrecord import scan_features
-from manyhands.data.tfrecord.feature_kinds import Kind
+from manyhands.data.tfrecord.feature_kinds import FeatureType
 from manyhands.data.tfrecord.framing import check, frame, gather, index
 from manyhands.data.tfrecord.parse_examples import Parsed, parse
 from manyhands.data.tfrecord.write_examples import encode
@@ -33,7 +33,7 @@ def laid_out(records: Sequence[bytes]) -> tuple[bytes, Any, Any]:
     return b"".join(records), np.cumsum(lengths) - lengths, lengths
 
 
-def parse_all(records: Sequence[bytes], columns: dict[str, Kind] | None = None) -> Parsed:
+def parse_all(records: Sequence[bytes], columns: dict[str, FeatureType] | None = None) -> Parsed:
     parsed = parse(*laid_out(records), columns)
     assert sorted([*parsed.rows, *(d.record for d in parsed.bad)]) == list(range(len(records)))
     assert len(parsed.rows) == parsed.table.num_rows
@@ -370,7 +370,7 @@ def test_a_record_that_does_not_fit_its_column_is_named() -> None:
     )
     records = [ints("a", 1), ints("a", 1, 2), text, b"", b"\x0a\x05", other, ints("a", 300)]
 
-    def whats(kind: Kind) -> dict[int, str]:
+    def whats(kind: FeatureType) -> dict[int, str]:
         bad = parse_all(records, {"a": kind}).bad
         assert [d.byte for d in bad] == [laid_out(records)[1][d.record] for d in bad]
         return {d.record: d.what for d in bad}

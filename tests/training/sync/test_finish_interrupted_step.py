@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from manyhands.accounting.micro_batches import Cut
-from manyhands.data.reading.micro_batch_feed import Feed
+from manyhands.data.reading.micro_batch_feed import MicroBatchFeed
 from manyhands.data.reading.records import open_data
 from manyhands.training.collective.collective import Sizes
 from manyhands.training.collective.shared_memory import Room, Shared
@@ -69,7 +69,7 @@ class Hand:
         self.loss = task.loss
         self.replica = Replica(model, optimizer, schedule, memory, torch.device("cpu"))
         records, _ = open_data(task.data, None)
-        self.feed = Feed(
+        self.feed = MicroBatchFeed(
             records,
             seed=train.seed,
             batch=train.batch,

@@ -50,7 +50,7 @@ _BLOCK_BYTES = 1 << 16
 _OUT_BYTES = 1 << 20
 
 
-class _Stored(io.RawIOBase):
+class _CountedBytes(io.RawIOBase):
     """The compressed bytes, counted."""
 
     def __init__(self, file: io.BufferedReader) -> None:
@@ -102,7 +102,7 @@ class Unpacked(io.RawIOBase):
     """The decompressed bytes of a stored file, from its beginning to its end."""
 
     def __init__(self, file: io.BufferedReader, kind: Compression, name: str) -> None:
-        self._stored, self._name = _Stored(file), name
+        self._stored, self._name = _CountedBytes(file), name
         self._kind: Compression = kind
         self._blocks = _zstd(self._stored) if kind == "zstd" else _members(self._stored, kind)
         self._block = memoryview(b"")
@@ -187,7 +187,7 @@ def _new(kind: Compression) -> _Decompressor:
     return lzma.LZMADecompressor(lzma.FORMAT_XZ)
 
 
-def _members(stored: _Stored, kind: Compression) -> Iterator[bytes]:
+def _members(stored: _CountedBytes, kind: Compression) -> Iterator[bytes]:
     """One member after the other: gzip, bz2 and xz files may be joined end to end."""
     data = stored.read(_BLOCK_BYTES)
     while data:
@@ -205,7 +205,7 @@ def _members(stored: _Stored, kind: Compression) -> Iterator[bytes]:
             data = block.lstrip(b"\0")
 
 
-def _zstd(stored: _Stored) -> Iterator[bytes]:
+def _zstd(stored: _CountedBytes) -> Iterator[bytes]:
     with pa.CompressedInputStream(pa.PythonFile(stored, mode="r"), "zstd") as stream:
         while block := stream.read(_OUT_BYTES):
             yield block

@@ -16,13 +16,13 @@ from manyhands.data.sources.access import files
 from manyhands.data.sources.cutting.record_boundaries import (
     MAX_FIELD,
     TO_THE_END,
-    Found,
+    FoundRecords,
     blocks_of,
     chunks_of,
     find_records,
     records_of,
 )
-from manyhands.data.sources.cutting.source import Chunk, Piece, Types
+from manyhands.data.sources.cutting.source import Chunk, TablePiece, Types
 from manyhands.data.sources.formats import sniffing
 from manyhands.data.sources.values.csv_fields import (
     Dialect,
@@ -117,7 +117,7 @@ class Delimited:
             for chunk in chunks_of(url, file, self.dialect.rule, self._begin(url), target_bytes)
         ]
 
-    def read(self, chunk: Chunk, types: Types, target_bytes: int) -> Iterator[Piece]:
+    def read(self, chunk: Chunk, types: Types, target_bytes: int) -> Iterator[TablePiece]:
         url = self.urls[chunk.file]
         for found in records_of(url, chunk, self.dialect.rule, target_bytes):
             yield self._piece(found, types, files.shown(url))
@@ -145,7 +145,7 @@ class Delimited:
             )
         return found.start + int(found.begins[1] if len(found) > 1 else len(found.data))
 
-    def _piece(self, found: Found, types: Types, file: str) -> Piece:
+    def _piece(self, found: FoundRecords, types: Types, file: str) -> TablePiece:
         if found.trouble:
             kinds = {name: types.get(name, pa.null()) for name in self.names}
             return lost_piece(found, self.dialect.rule, kinds, file)
@@ -154,7 +154,7 @@ class Delimited:
         except (_Unusual, pa.ArrowInvalid, UnicodeError):
             return self._exactly(found, types, file)
 
-    def _quickly(self, found: Found, types: Types, file: str) -> Piece:
+    def _quickly(self, found: FoundRecords, types: Types, file: str) -> TablePiece:
         """Typed by Arrow's reader where it and we agree on what a value is."""
         if not is_usual(found.data, self.dialect) or has_hexadecimals(found.data):
             raise _Unusual
@@ -173,10 +173,12 @@ class Delimited:
         columns = [one_array(table[name]) for name in self.names]
         return self._typed(found, TextColumns(columns, np.arange(len(found))), types, file)
 
-    def _exactly(self, found: Found, types: Types, file: str) -> Piece:
+    def _exactly(self, found: FoundRecords, types: Types, file: str) -> TablePiece:
         return self._typed(found, text_columns(found, self.dialect, self.names, file), types, file)
 
-    def _typed(self, found: Found, texts: TextColumns, types: Types, file: str) -> Piece:
+    def _typed(
+        self, found: FoundRecords, texts: TextColumns, types: Types, file: str
+    ) -> TablePiece:
         """Columns that are still text as what they are."""
         nulls = nulls_of(self.null)
         columns = dict(zip(self.names, texts.columns, strict=True))
@@ -189,7 +191,7 @@ class Delimited:
 
 
 def _wanted(
-    header: bool | str | None, rows: sniffing.Rows, names: Sequence[str], notes: list[str]
+    header: bool | str | None, rows: sniffing.TextRows, names: Sequence[str], notes: list[str]
 ) -> bool:
     """Whether the first record is a header; a guess is noted."""
     if header in (True, "yes"):

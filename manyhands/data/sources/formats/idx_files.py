@@ -32,7 +32,7 @@ from manyhands.data.sources.access.files import (
     shown,
     size_of,
 )
-from manyhands.data.sources.cutting.source import Chunk, Piece, Types
+from manyhands.data.sources.cutting.source import Chunk, TablePiece, Types
 from manyhands.data.sources.values.arrow_casting import piece_of
 from manyhands.values.errors import DataError
 
@@ -45,7 +45,7 @@ _NAMED = re.compile(r"idx\d-(ubyte|byte|short|int|float|double)\b|\.idx\d?(\.|$)
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
+class IdxHeader:
     type: int
     dims: tuple[int, ...]
 
@@ -73,7 +73,7 @@ class Header:
 @dataclass(frozen=True, slots=True)
 class Idx:
     urls: tuple[str, ...] = field(repr=False)  # they may hold secrets
-    headers: tuple[Header, ...]
+    headers: tuple[IdxHeader, ...]
     together: tuple[tuple[int, ...], ...]
     """Files that are read side by side: (images, labels), (images,) or (labels,)."""
     notes: tuple[str, ...] = ()
@@ -105,7 +105,7 @@ class Idx:
                 found.append(Chunk(group[0], first, stop, first, (stop - first) * size))
         return found
 
-    def read(self, chunk: Chunk, types: Types, target_bytes: int) -> Iterator[Piece]:
+    def read(self, chunk: Chunk, types: Types, target_bytes: int) -> Iterator[TablePiece]:
         group = next(group for group in self.together if group[0] == chunk.file)
         rows = max(1, min(target_bytes, _MOST_BYTES) // (self._record_bytes(group) + 64))
         with ExitStack() as stack:
@@ -152,7 +152,7 @@ def is_named_idx(name: str) -> bool:
     return _NAMED.search(name.lower()) is not None
 
 
-def header_of(url: str) -> Header:
+def header_of(url: str) -> IdxHeader:
     head = read_head(url, 4 + 4 * _MOST_DIMS)
     if what := _trouble(head):
         raise DataError(
@@ -160,7 +160,7 @@ def header_of(url: str) -> Header:
             "(8, 9, or 11 to 14), the number of dims, and each dim in 4 bytes."
         )
     dims = tuple(np.frombuffer(head, ">u4", head[3], 4).tolist())
-    header = Header(head[2], dims)
+    header = IdxHeader(head[2], dims)
     if not header.column:
         size = " x ".join(map(str, dims))
         raise DataError(
@@ -183,7 +183,7 @@ def _trouble(head: bytes) -> str:
     return ""
 
 
-def paired(urls: Sequence[str], headers: Sequence[Header]) -> tuple[tuple[int, ...], ...]:
+def paired(urls: Sequence[str], headers: Sequence[IdxHeader]) -> tuple[tuple[int, ...], ...]:
     """Which files are read side by side, in the order of the first of each."""
     by_stem: dict[str, dict[tuple[str, str], int]] = {"image": {}, "label": {}}
     for i, (url, header) in enumerate(zip(urls, headers, strict=True)):
@@ -233,7 +233,7 @@ _Read = Callable[[int, int], bytes]
 
 
 @contextmanager
-def _reader(url: str, header: Header) -> Generator[_Read]:
+def _reader(url: str, header: IdxHeader) -> Generator[_Read]:
     """Reads bytes [begin, end); of a compressed file, only one stretch after the other, from its
     first record on."""
     if compression_of(url) is None:
@@ -244,7 +244,7 @@ def _reader(url: str, header: Header) -> Generator[_Read]:
         yield lambda begin, end: file.read(end - begin)
 
 
-def _refuse_more(url: str, header: Header, read: _Read) -> None:
+def _refuse_more(url: str, header: IdxHeader, read: _Read) -> None:
     end = header.byte(header.records)
     if read(end, end + 1):
         total = "" if compression_of(url) else f" of {size_of(url):,}"
@@ -254,7 +254,7 @@ def _refuse_more(url: str, header: Header, read: _Read) -> None:
         )
 
 
-def _images(header: Header, data: bytes) -> pa.Array:
+def _images(header: IdxHeader, data: bytes) -> pa.Array:
     _, height, width, *channels = header.dims
     prefix = _CHANNELS[channels[0] if channels else 1] + b" %d %d 255\n" % (width, height)
     pixels = np.frombuffer(data, np.uint8).reshape(-1, header.record_bytes)
@@ -266,6 +266,6 @@ def _images(header: Header, data: bytes) -> pa.Array:
     return made.cast(pa.binary())
 
 
-def _labels(header: Header, data: bytes) -> pa.Array:
+def _labels(header: IdxHeader, data: bytes) -> pa.Array:
     values = np.frombuffer(data, _TYPES[header.type])
     return pa.array(values.astype(np.float64 if header.type >= 13 else np.int64))

@@ -22,12 +22,12 @@ import pyarrow.json as pa_json
 from manyhands.data.sources.access import files
 from manyhands.data.sources.cutting.record_boundaries import (
     MAX_FIELD,
-    Found,
-    Rule,
+    FoundRecords,
+    RecordRule,
     chunks_of,
     records_of,
 )
-from manyhands.data.sources.cutting.source import Bad, Chunk, Piece, Types
+from manyhands.data.sources.cutting.source import Bad, Chunk, TablePiece, Types
 from manyhands.data.sources.formats import sniffing
 from manyhands.data.sources.values.csv_fields import lost_piece, one_array
 from manyhands.data.sources.values.dates_in_text import TIME, all_times, are_iso_times, epoch_times
@@ -89,16 +89,16 @@ class JsonLines:
         return tuple(map(files.shown, self.urls))
 
     def chunks(self, target_bytes: int) -> list[Chunk]:
-        rule = Rule(limit=self.limit)
+        rule = RecordRule(limit=self.limit)
         return [
             chunk
             for file, url in enumerate(self.urls)
             for chunk in chunks_of(url, file, rule, sniffing.begin_of(url), target_bytes)
         ]
 
-    def read(self, chunk: Chunk, types: Types, target_bytes: int) -> Iterator[Piece]:
+    def read(self, chunk: Chunk, types: Types, target_bytes: int) -> Iterator[TablePiece]:
         url = self.urls[chunk.file]
-        rule = Rule(limit=self.limit)
+        rule = RecordRule(limit=self.limit)
         for found in records_of(url, chunk, rule, target_bytes):
             if found.trouble:
                 yield lost_piece(found, rule, {}, files.shown(url))
@@ -108,7 +108,7 @@ class JsonLines:
             except (_Unusual, pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowTypeError):
                 yield self._exactly(found, types, files.shown(url))
 
-    def _quickly(self, found: Found, types: Types) -> Piece:
+    def _quickly(self, found: FoundRecords, types: Types) -> TablePiece:
         data = np.frombuffer(found.data, np.uint8)
         whole = (data[found.begins] == _OPEN).all() and (data[found.stops - 1] == _CLOSE).all()
         if not whole or not _is_utf8(found.data) or is_too_deep(found):
@@ -127,9 +127,9 @@ class JsonLines:
             column = one_array(table[name])
             if column.null_count < len(column):
                 columns[name] = _as(column, types[name] if name in types else _inferred(column))
-        return Piece(_table(columns, len(found)), found.first + np.arange(len(found)))
+        return TablePiece(_table(columns, len(found)), found.first + np.arange(len(found)))
 
-    def _exactly(self, found: Found, types: Types, file: str) -> Piece:
+    def _exactly(self, found: FoundRecords, types: Types, file: str) -> TablePiece:
         columns: dict[str, list[Any]] = {}
         rows: list[int] = []
         bad: list[Bad] = []
@@ -161,7 +161,7 @@ class JsonLines:
         numbers = found.first + np.array(rows, dtype=np.int64)
         if not keep.all():
             table, numbers = table.filter(pa.array(keep)), numbers[keep]
-        return Piece(table, numbers, sorted(bad, key=lambda b: b.record))
+        return TablePiece(table, numbers, sorted(bad, key=lambda b: b.record))
 
     def ordered(self, names: Iterable[str]) -> list[str]:
         """The order of columns, however many pieces they were found in."""

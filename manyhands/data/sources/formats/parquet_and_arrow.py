@@ -28,12 +28,12 @@ from manyhands.data.sources.access.files import (
     size_of,
 )
 from manyhands.data.sources.access.remote_files import said
-from manyhands.data.sources.cutting.source import Chunk, Piece, Types
+from manyhands.data.sources.cutting.source import Chunk, TablePiece, Types
 from manyhands.data.sources.formats.arrow_ipc_batches import record_batches
 from manyhands.data.sources.values.arrow_casting import flattened, piece_of
 from manyhands.values.errors import DataError
 
-Kind = Literal["parquet", "arrow", "stream"]
+ColumnarKind = Literal["parquet", "arrow", "stream"]
 
 _ROW_BITS = 40
 """Chunks begin and end at `batch << _ROW_BITS | row`."""
@@ -46,7 +46,7 @@ _PARTITION = re.compile(r"([A-Za-z_]\w*)=(.*)")
 _NO_VALUE = "__HIVE_DEFAULT_PARTITION__"
 
 
-class _Part(NamedTuple):
+class _RowStretch(NamedTuple):
     """Rows that are read together."""
 
     start: int
@@ -60,7 +60,7 @@ class Columnar:
     """Files of one of these kinds."""
 
     urls: tuple[str, ...] = field(repr=False)  # they may hold secrets
-    kind: Kind
+    kind: ColumnarKind
     columns: tuple[str, ...] = ()
     """Only these; all when empty."""
     notes: tuple[str, ...] = ()
@@ -80,7 +80,7 @@ class Columnar:
                 found += _joined(number, parts(url, target_bytes), target_bytes)
         return found
 
-    def read(self, chunk: Chunk, types: Types, target_bytes: int) -> Iterator[Piece]:
+    def read(self, chunk: Chunk, types: Types, target_bytes: int) -> Iterator[TablePiece]:
         url = self.urls[chunk.file]
         with _opened(url, mapped=self._is_mapped(url, target_bytes)) as source:
             batches = _BATCHES[self.kind](source, url, chunk, self._top_level(url), target_bytes)
@@ -146,7 +146,7 @@ def _must_be_bare(url: str) -> None:
         )
 
 
-def _parquet_parts(url: str, target_bytes: int) -> list[_Part]:
+def _parquet_parts(url: str, target_bytes: int) -> list[_RowStretch]:
     with _opened(url, mapped=False) as source, _named(url, "its end"):
         file = _parquet(source)
         groups = _groups(file)
@@ -154,12 +154,12 @@ def _parquet_parts(url: str, target_bytes: int) -> list[_Part]:
             raise DataError("the rows of its groups are not those of the file")
     bounds = [_place(i, 0) for i in range(len(groups) + 1)]
     return [
-        _Part(start, stop, group.num_rows, group.total_byte_size)
+        _RowStretch(start, stop, group.num_rows, group.total_byte_size)
         for (start, stop), group in zip(itertools.pairwise(bounds), groups, strict=True)
     ]
 
 
-def _file_parts(url: str, target_bytes: int) -> list[_Part]:
+def _file_parts(url: str, target_bytes: int) -> list[_RowStretch]:
     with _opened(url, mapped=True) as source, _named(url, "its end"):
         reader = pa.ipc.open_file(source)
         listed = reader.num_record_batches
@@ -170,11 +170,11 @@ def _file_parts(url: str, target_bytes: int) -> list[_Part]:
         for number, (rows, _) in enumerate(batches):
             if not rows:  # nobody reads it, so nobody else would see that it has some
                 reader.get_batch(number).validate()
-    parts: list[_Part] = []
+    parts: list[_RowStretch] = []
     for number, (rows, nbytes) in enumerate(batches):
         edges = _edges(rows, nbytes, target_bytes)
         parts += [
-            _Part(_place(number, a), _place(number, b), b - a, nbytes // (len(edges) - 1))
+            _RowStretch(_place(number, a), _place(number, b), b - a, nbytes // (len(edges) - 1))
             for a, b in itertools.pairwise(edges)
         ]
     return parts
@@ -184,7 +184,7 @@ def _place(batch: int, row: int) -> int:
     return batch << _ROW_BITS | row
 
 
-def _joined(file: int, parts: Sequence[_Part], target_bytes: int) -> list[Chunk]:
+def _joined(file: int, parts: Sequence[_RowStretch], target_bytes: int) -> list[Chunk]:
     """Neighbours together, up to about `target_bytes`."""
     found: list[Chunk] = []
     start = rows = size = 0

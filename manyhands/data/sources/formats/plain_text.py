@@ -20,17 +20,17 @@ from manyhands.data.sources.access import files
 from manyhands.data.sources.cutting.record_boundaries import (
     MAX_FIELD,
     PLAN_BLOCK_BYTES,
-    Blocks,
-    Found,
+    BlockReader,
+    FoundRecords,
     Places,
-    Rule,
+    RecordRule,
     block_bytes_of,
     blocks_of,
     chunks_of,
     cut,
     records_of,
 )
-from manyhands.data.sources.cutting.source import Chunk, Piece, Types
+from manyhands.data.sources.cutting.source import Chunk, TablePiece, Types
 from manyhands.data.sources.formats import sniffing
 from manyhands.data.sources.values.csv_fields import (
     checked_encoding,
@@ -40,7 +40,7 @@ from manyhands.data.sources.values.csv_fields import (
 )
 from manyhands.values.errors import DataError
 
-Unit = Literal["line", "paragraph", "window"]
+TextUnit = Literal["line", "paragraph", "window"]
 
 _CHARACTER_BYTES = 4
 """A character of UTF-8 has no more."""
@@ -51,7 +51,7 @@ class PlainText:
     """Files of plain text. `sniff` makes one."""
 
     urls: tuple[str, ...]
-    unit: Unit = "line"
+    unit: TextUnit = "line"
     window: int = 0
     """How many characters a window has."""
     encoding: str = "utf-8"
@@ -91,8 +91,8 @@ class PlainText:
         return tuple(map(files.shown, self.urls))
 
     @property
-    def _rule(self) -> Rule:
-        return Rule(paragraphs=self.unit == "paragraph", limit=self.limit)
+    def _rule(self) -> RecordRule:
+        return RecordRule(paragraphs=self.unit == "paragraph", limit=self.limit)
 
     def chunks(self, target_bytes: int) -> list[Chunk]:
         return [c for i, url in enumerate(self.urls) for c in self._chunks(i, url, target_bytes)]
@@ -105,7 +105,7 @@ class PlainText:
         windows = self._windows(url, begin, size, 0, PLAN_BLOCK_BYTES)
         return cut(windows, file, begin, size, target_bytes)
 
-    def read(self, chunk: Chunk, types: Types, target_bytes: int) -> Iterator[Piece]:
+    def read(self, chunk: Chunk, types: Types, target_bytes: int) -> Iterator[TablePiece]:
         url, kinds = self.urls[chunk.file], {"text": types.get("text", pa.string())}
         if self.unit == "window":
             block_bytes = block_bytes_of(chunk, target_bytes)
@@ -123,15 +123,15 @@ class PlainText:
 
     def _windows(
         self, url: str, start: int, stop: int, first: int, block_bytes: int
-    ) -> Iterator[Found]:
+    ) -> Iterator[FoundRecords]:
         read = blocks_of(url, stop, block_bytes)
         name = files.shown(url)
         return find_windows(read, name, self.window, self.encoding == "utf-8", start, first)
 
 
 def find_windows(
-    read: Blocks, name: str, window: int, utf8: bool, start: int = 0, first: int = 0
-) -> Iterator[Found]:
+    read: BlockReader, name: str, window: int, utf8: bool, start: int = 0, first: int = 0
+) -> Iterator[FoundRecords]:
     """Windows of so many characters from `start`, where one begins, to where `read` ends."""
     rest, at, number = b"", start, first
     for block in read(start):
@@ -139,7 +139,7 @@ def find_windows(
         begins = _characters(data, utf8)[::window]
         if len(begins) > 1:
             last = int(begins[-1])
-            yield Found(data[:last], at, number, begins[:-1], begins[1:])
+            yield FoundRecords(data[:last], at, number, begins[:-1], begins[1:])
             data, at, number = data[last:], at + last, number + len(begins) - 1
         rest = data
         if len(rest) > _CHARACTER_BYTES * window:
@@ -148,7 +148,7 @@ def find_windows(
                 "be counted. Say what its encoding is."
             )
     if len(rest) > 1 and len(_characters(rest, utf8)) > 1:
-        yield Found(rest, at, number, np.array([0]), np.array([len(rest)]))
+        yield FoundRecords(rest, at, number, np.array([0]), np.array([len(rest)]))
 
 
 def _characters(data: bytes, utf8: bool) -> Places:

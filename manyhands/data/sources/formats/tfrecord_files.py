@@ -28,7 +28,7 @@ from manyhands.data.sources.access.files import (
     shown,
     size_of,
 )
-from manyhands.data.sources.cutting.source import Bad, Chunk, Piece, Types
+from manyhands.data.sources.cutting.source import Bad, Chunk, TablePiece, Types
 from manyhands.data.sources.values.arrow_casting import piece_of
 from manyhands.data.tfrecord.feature_kinds import MOST_BYTES
 from manyhands.data.tfrecord.framing import FOOTER, HEADER, check, index
@@ -65,7 +65,7 @@ class TFRecords:
                 found += _cut(number, _Forward(file, 0), size, target_bytes)
         return found
 
-    def read(self, chunk: Chunk, types: Types, target_bytes: int) -> Iterator[Piece]:
+    def read(self, chunk: Chunk, types: Types, target_bytes: int) -> Iterator[TablePiece]:
         url = self.urls[chunk.file]
         streamed = chunk.stop == _TO_THE_END
         with open_bytes(url) if streamed else open_anywhere(url) as file:
@@ -181,7 +181,7 @@ def _next_header(data: bytes) -> int | None:
     return None
 
 
-def _piece(stretch: _Stretch, file: str, first: int, types: Types) -> Piece:
+def _piece(stretch: _Stretch, file: str, first: int, types: Types) -> TablePiece:
     damaged = check(stretch.data, stretch.starts, stretch.lengths)
     good = np.delete(np.arange(len(stretch.starts)), damaged)
     starts, lengths = stretch.starts[good], stretch.lengths[good]
@@ -194,7 +194,7 @@ def _piece(stretch: _Stretch, file: str, first: int, types: Types) -> Piece:
         bad.append(Bad(file, first + len(stretch.starts), *stretch.bad))
     rows = good[parsed.rows]
     if not len(rows):
-        return Piece(pa.table({}), _EMPTY, sorted(bad, key=lambda b: b.record))
+        return TablePiece(pa.table({}), _EMPTY, sorted(bad, key=lambda b: b.record))
     table = _with_text(parsed.table, types)
     return piece_of(table, first + rows, file=file, types=types, places=places[rows], bad=bad)
 

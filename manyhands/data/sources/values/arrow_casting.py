@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from manyhands.data.columns.schema import plain
-from manyhands.data.sources.cutting.source import Bad, Piece, Types
+from manyhands.data.sources.cutting.source import Bad, TablePiece, Types
 from manyhands.data.sources.values.dates_in_text import all_times, epoch_times
 from manyhands.values.errors import DataError
 
@@ -33,7 +33,7 @@ def piece_of(
     types: Types,
     places: NDArray[np.int64] | None = None,
     bad: Sequence[Bad] = (),
-) -> Piece:
+) -> TablePiece:
     """The table with our types. `places` has the byte of each row; `bad` was found before."""
     flat = flattened(table, file)
     columns: dict[str, pa.Array] = {}
@@ -58,7 +58,7 @@ def piece_of(
         keep[list(wrong)] = False
         made, numbers = made.filter(pa.array(keep)), numbers[keep]
     found = sorted([*bad, *wrong.values()], key=lambda b: b.record)
-    return Piece(made, numbers, found)
+    return TablePiece(made, numbers, found)
 
 
 def flattened(table: pa.Table, file: str) -> pa.Table:

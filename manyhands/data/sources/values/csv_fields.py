@@ -15,8 +15,8 @@ import pyarrow as pa
 import pyarrow.csv as pa_csv
 from numpy.typing import NDArray
 
-from manyhands.data.sources.cutting.record_boundaries import MAX_FIELD, Found, Rule
-from manyhands.data.sources.cutting.source import Bad, Piece, Types
+from manyhands.data.sources.cutting.record_boundaries import MAX_FIELD, FoundRecords, RecordRule
+from manyhands.data.sources.cutting.source import Bad, TablePiece, Types
 from manyhands.data.sources.values.text_values import FALSE, TRUE, converted, misfit
 from manyhands.values.errors import DataError
 
@@ -52,10 +52,10 @@ class Dialect:
         return len(self.delimiter.encode()) > 1
 
     @property
-    def rule(self) -> Rule:
+    def rule(self) -> RecordRule:
         space = bytes(c for c in b" \t\r\v\f" if chr(c) not in self.delimiter)
         delimiter = self.delimiter.encode() if self.quote else b""
-        return Rule(delimiter, self.quote.encode(), space, limit=self.limit)
+        return RecordRule(delimiter, self.quote.encode(), space, limit=self.limit)
 
 
 def checked_encoding(encoding: str, delimiter: str = "\n") -> str:
@@ -145,7 +145,9 @@ def parsed(
     )
 
 
-def text_columns(found: Found, dialect: Dialect, names: Sequence[str], file: str) -> TextColumns:
+def text_columns(
+    found: FoundRecords, dialect: Dialect, names: Sequence[str], file: str
+) -> TextColumns:
     """All records that have the right columns, as they are written."""
     types = {name: pa.string() for name in names}
     parts: list[TextColumns] = []
@@ -178,7 +180,7 @@ def one_array(column: pa.ChunkedArray) -> pa.Array:
 
 
 def _one_by_one(
-    found: Found, records: range, dialect: Dialect, columns: int, file: str
+    found: FoundRecords, records: range, dialect: Dialect, columns: int, file: str
 ) -> TextColumns:
     good: list[list[str]] = []
     rows: list[int] = []
@@ -200,7 +202,7 @@ def _one_by_one(
     return TextColumns(arrays, np.array(rows, dtype=np.int64), bad)
 
 
-def text_lines(found: Found, encoding: str, file: str) -> TextColumns:
+def text_lines(found: FoundRecords, encoding: str, file: str) -> TextColumns:
     """Records of one field, as they are written."""
     places = zip(found.begins.tolist(), found.stops.tolist(), strict=True)
     raws = [found.data[begin:stop] for begin, stop in places]
@@ -224,8 +226,8 @@ def text_lines(found: Found, encoding: str, file: str) -> TextColumns:
 
 
 def typed_piece(
-    found: Found, texts: TextColumns, columns: dict[str, pa.Array], kinds: Types, file: str
-) -> Piece:
+    found: FoundRecords, texts: TextColumns, columns: dict[str, pa.Array], kinds: Types, file: str
+) -> TablePiece:
     """The columns, those in `kinds` made of clean text; records with a wrong value are bad."""
     rows, bad = texts.rows, list(texts.bad)
     keep = np.ones(len(rows), dtype=np.bool_)
@@ -238,16 +240,16 @@ def typed_piece(
     table = pa.table(columns)
     if not keep.all():
         table, rows = table.filter(pa.array(keep)), rows[keep]
-    return Piece(table, found.first + rows, sorted(bad, key=lambda b: b.record))
+    return TablePiece(table, found.first + rows, sorted(bad, key=lambda b: b.record))
 
 
-def lost_piece(found: Found, rule: Rule, kinds: Types, file: str) -> Piece:
+def lost_piece(found: FoundRecords, rule: RecordRule, kinds: Types, file: str) -> TablePiece:
     """A record that could not be held, and no rows."""
     table = pa.table({name: pa.nulls(0, kind) for name, kind in kinds.items()})
-    return Piece(table, np.empty(0, np.int64), [found.bad(file, 0, lost(found, rule))])
+    return TablePiece(table, np.empty(0, np.int64), [found.bad(file, 0, lost(found, rule))])
 
 
-def lost(found: Found, rule: Rule) -> str:
+def lost(found: FoundRecords, rule: RecordRule) -> str:
     """Why a record could not be held; empty where it could."""
     match found.trouble:
         case "quote":

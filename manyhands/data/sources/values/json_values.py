@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from manyhands.data.columns.schema import unify
-from manyhands.data.sources.cutting.record_boundaries import Found
+from manyhands.data.sources.cutting.record_boundaries import FoundRecords
 from manyhands.data.sources.values.csv_fields import decoded
 from manyhands.data.sources.values.dates_in_text import TIME, all_times, are_iso_times, epoch_times
 from manyhands.values.errors import DataError
@@ -41,7 +41,7 @@ class BadRecord(Exception):
     """What is wrong with a record."""
 
 
-def is_too_deep(found: Found) -> bool:
+def is_too_deep(found: FoundRecords) -> bool:
     """Whether a line of these is nested too deep for Arrow's reader, which would not survive it."""
     array = np.frombuffer(found.data, np.uint8)
     opens = np.flatnonzero((array | 0x20) == ord("{"))  # that is [ too
