@@ -19,7 +19,7 @@ import msgspec
 
 from manyhands.accounting.ledger import Book, Opened, journal_of, new_book, old_book
 from manyhands.checkpoint.commit import Folder, newest_good
-from manyhands.data.reading.records import make_ready, open_data
+from manyhands.data.open_data import make_ready, open_data
 from manyhands.driver.bookkeeping import Desk, Job, OnStep, drivers_fault
 from manyhands.driver.live.command_socket import Control
 from manyhands.driver.live.live_requests import People

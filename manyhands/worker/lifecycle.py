@@ -25,8 +25,8 @@ import msgspec
 import torch
 
 from manyhands.checkpoint.saver import Content
+from manyhands.data.open_data import make_ready, open_data, share
 from manyhands.data.reading.micro_batch_feed import MicroBatchFeed
-from manyhands.data.reading.records import make_ready, open_data, share
 from manyhands.launch.shipping import ship_task
 from manyhands.launch.wire.channel import Line
 from manyhands.launch.wire.heartbeat import Pulse

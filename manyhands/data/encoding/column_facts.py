@@ -44,8 +44,6 @@ SIZES = 8
 COMMON = 10
 """Values that `statistics` lists."""
 
-Number = int | float
-
 
 class PieceFacts(msgspec.Struct, omit_defaults=True):
     """What one piece says of a column."""
@@ -53,7 +51,7 @@ class PieceFacts(msgspec.Struct, omit_defaults=True):
     column: Column
     count: int = 0
     missing: int = 0
-    bounds: tuple[Number, Number] | None = None
+    bounds: tuple[int | float, int | float] | None = None
     moments: Moments | None = None
     logs: Moments | None = None
     values: bytes | None = None
@@ -72,7 +70,7 @@ class ColumnFacts:
     count: int
     """Records with a value."""
     missing: int
-    bounds: tuple[Number, Number] | None
+    bounds: tuple[int | float, int | float] | None
     """The least and the greatest number, or time in microseconds."""
     moments: Moments | None
     logs: Moments | None
@@ -297,7 +295,7 @@ def _is_time(facts: ColumnFacts) -> bool:
     return pa.types.is_timestamp(type_of(facts.column.type))
 
 
-def _shown(facts: ColumnFacts, value: Number) -> Any:
+def _shown(facts: ColumnFacts, value: int | float) -> Any:
     return str(pa.scalar(int(value), pa.timestamp("us"))) if _is_time(facts) else value
 
 

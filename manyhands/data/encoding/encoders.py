@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from manyhands.data.columns.array_types import Flags
 from manyhands.data.columns.arrays import compute, is_list, nulls, whole
 from manyhands.data.columns.hashing import hash_values
 from manyhands.data.columns.schema import ID, Column, Schema, type_of
@@ -62,8 +63,6 @@ __all__ = [
     "refuse_clashes",
     "sizes",
 ]
-
-Flags = NDArray[np.bool_]
 
 
 @dataclass(slots=True)

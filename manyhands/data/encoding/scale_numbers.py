@@ -6,19 +6,16 @@ for the encoded type becomes the nearest that is not. What comes out has no null
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from manyhands.data.columns.array_types import AnyArray, Flags
 from manyhands.data.columns.arrays import inner, is_list, is_number, nulls, numbers
 from manyhands.data.columns.schema import type_of
 from manyhands.data.encoding.column_facts import log_of
 from manyhands.data.encoding.fitted_encoders import Ranked, Raw, ScaledNumbers
-
-Flags = NDArray[np.bool_]
-Numbers = NDArray[Any]
 
 _OPEN = 1e-6
 """How far from 0 and 1 ranks stay."""
@@ -28,7 +25,7 @@ _FLOAT32 = float(np.finfo(np.float32).max)
 def scaled(fit: ScaledNumbers | Ranked, values: pa.Array) -> tuple[pa.Array, Flags]:
     """float32, or lists of it; and which rows are missing."""
 
-    def change(x: Numbers) -> Numbers:
+    def change(x: AnyArray) -> AnyArray:
         x = x.astype(np.float64)
         return _ranks(fit, x) if isinstance(fit, Ranked) else _scaled(fit, x)
 
@@ -46,13 +43,13 @@ def raw(fit: Raw, values: pa.Array) -> tuple[pa.Array, Flags]:
     return _others(values, to), nulls(values)
 
 
-def _scaled(fit: ScaledNumbers, x: Numbers) -> Numbers:
+def _scaled(fit: ScaledNumbers, x: AnyArray) -> AnyArray:
     x = log_of(x) if fit.log else x
     with np.errstate(over="ignore"):  # beyond all floats is beyond float32, and cut off later
         return (x - fit.center) / fit.scale
 
 
-def _ranks(fit: Ranked, x: Numbers) -> Numbers:
+def _ranks(fit: Ranked, x: AnyArray) -> AnyArray:
     """Where quantiles coincide, halfway between the first and the last of them."""
     # A quarter of everything: differences between the largest floats are no floats any more.
     x, edges = x * 0.25, np.array(fit.edges) * 0.25
@@ -63,7 +60,7 @@ def _ranks(fit: Ranked, x: Numbers) -> Numbers:
 
 
 def _changed(
-    values: pa.Array, fill: str | float, change: Callable[[Numbers], Numbers], to: pa.DataType
+    values: pa.Array, fill: str | float, change: Callable[[AnyArray], AnyArray], to: pa.DataType
 ) -> tuple[pa.Array, Flags]:
     """All numbers changed and narrowed; lists keep their cuts."""
     kind, gone = values.type, nulls(values)
@@ -79,7 +76,7 @@ def _changed(
     return _lists(pa.array(_narrowed(change(found), to), to), cuts, kind), gone
 
 
-def _known(values: pa.Array, gone: Flags, fill: str | float) -> tuple[Numbers, Flags]:
+def _known(values: pa.Array, gone: Flags, fill: str | float) -> tuple[AnyArray, Flags]:
     """The numbers, with `fill` for those that are missing; and which those are."""
     found = numbers(values)
     gone = gone | nulls(values)
@@ -95,7 +92,7 @@ def _known(values: pa.Array, gone: Flags, fill: str | float) -> tuple[Numbers, F
     return np.where(gone, found.dtype.type(nearest), found), gone
 
 
-def _narrowed(found: Numbers, to: pa.DataType) -> Numbers:
+def _narrowed(found: AnyArray, to: pa.DataType) -> AnyArray:
     dtype = np.dtype(to.to_pandas_dtype())
     if found.dtype == dtype or pa.types.is_float64(to):
         return found.astype(dtype, copy=False)

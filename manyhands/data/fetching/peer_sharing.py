@@ -11,26 +11,15 @@ the origin is asked once, unless a keeper is lost or has no room.
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from typing import Protocol
 
 from manyhands.data.fetching.placement import Placement, ShardHost, place
 from manyhands.data.fetching.shard_cache import key_of
 from manyhands.data.fetching.shard_server import ShardServer
 from manyhands.data.fetching.transfer import AT_ONCE, NOBODY, Peer, Peers
-from manyhands.data.reading.shard_records import ShardRecords
+from manyhands.data.fetching.wanted_shards import WantedShards
 from manyhands.data.shards.manifest import ShardInfo
 from manyhands.values.credentials import Credentials
-
-
-class Keeper(Protocol):
-    """Of a view: a cache, and where it is served."""
-
-    @property
-    def cache(self) -> str: ...
-    @property
-    def host(self) -> str: ...
-    @property
-    def address(self) -> str: ...
+from manyhands.values.messages import Keeper
 
 
 class Sharing:
@@ -109,11 +98,10 @@ def _fetch(peer: Peer, info: ShardInfo) -> None:
     peer.release(info)
 
 
-def share(parts: Sequence[ShardRecords], policy: str, secret: bytes, at: str) -> Sharing | None:
+def share(wanted: Sequence[WantedShards], policy: str, secret: bytes, at: str) -> Sharing | None:
     """What of this data comes from peers, as the settings say; None: nothing does."""
     found: dict[Peer, Sequence[ShardInfo]] = {}
-    for part in parts:
-        transfer = part.data.transfer
-        if isinstance(transfer, Peer) and transfer.peers is NOBODY:
-            found[transfer] = part.shards
+    for each in wanted:
+        if isinstance(each.transfer, Peer) and each.transfer.peers is NOBODY:
+            found[each.transfer] = each.shards
     return Sharing(found, policy, secret, at) if found else None

@@ -17,7 +17,8 @@ import msgspec
 import numpy as np
 import xxhash
 
-from manyhands.data.ordering.epoch_order import Permutation, Positions, permutation
+from manyhands.data.columns.array_types import Positions
+from manyhands.data.ordering.keyed_permutation import Permutation, permutation
 from manyhands.values.errors import DataError
 
 SLACK = 0.25

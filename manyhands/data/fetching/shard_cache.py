@@ -29,10 +29,10 @@ from weakref import WeakSet
 
 import xxhash
 
-from manyhands.data.mapreduce.resumable_tasks import parse_bytes
 from manyhands.data.shards.manifest import ShardInfo
 from manyhands.data.shards.shard_file import check_blocks
 from manyhands.values.errors import DataError
+from manyhands.values.sizes import parse_bytes
 
 PATIENCE_S = 30.0
 """How long a fetch waits for others to let go of files when everything in the cache is in use."""

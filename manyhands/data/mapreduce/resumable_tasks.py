@@ -12,7 +12,6 @@ often it was interrupted before. At most 2 x workers jobs are under way at any t
 import errno
 import hashlib
 import pickle
-import re
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import BrokenExecutor, Executor, Future
@@ -313,24 +312,3 @@ def digest_of(*parts: str | bytes | int) -> str:
         digest.update(len(data).to_bytes(8, "little"))
         digest.update(data)
     return digest.hexdigest()
-
-
-_UNITS = {"": 1, "b": 1} | {
-    f"{letter}{rest}": base**power
-    for power, letter in enumerate("kmgt", start=1)
-    for rest, base in (("", 1024), ("ib", 1024), ("b", 1000))
-}
-
-
-def parse_bytes(size: str | int) -> int:
-    """A number of bytes: `512MB` (10**6), `1GiB` or `1G` (2**30), or a plain number."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", str(size).strip().lower())
-    if match is None or match[2] not in _UNITS:
-        number = 0
-    elif "." in match[1]:
-        number = int(float(match[1]) * _UNITS[match[2]])
-    else:
-        number = int(match[1]) * _UNITS[match[2]]
-    if number < 1:
-        raise DataError(f"'{size}' is not a size; write 512MB, 1GiB, or a number of bytes.")
-    return number

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from manyhands.data.ordering.epoch_order import Positions
+from manyhands.data.columns.array_types import Positions
 
 Shape = tuple[int, ...]
 

@@ -11,12 +11,13 @@ from rich.progress import track
 from rich.table import Table
 from rich.text import Text
 
+from manyhands.data.columns.schema import MANIFEST
 from manyhands.data.encoding.encoders import Encoders, sizes
 from manyhands.data.encoding.fitted_encoders import DroppedColumn, Fitted
-from manyhands.data.fetching.fetch_before_start import shard_file
+from manyhands.data.fetching.choose_transfer import shard_file
 from manyhands.data.fetching.transfer import damage_of
 from manyhands.data.preparing.lineage import hints
-from manyhands.data.shards.manifest import NAME, Manifest, read_manifest
+from manyhands.data.shards.manifest import Manifest, read_manifest
 from manyhands.data.shards.prepared_url import FolderOrUrl
 from manyhands.data.shards.shard_file import check_blocks
 from manyhands.data.shards.shard_formats import read_table
@@ -83,7 +84,7 @@ def verified(folder: FolderOrUrl, *, quiet: bool = False) -> list[str]:
     known = {shard.file for shard in shards}
     for path in sorted(folder.iterdir()) if isinstance(folder, Path) else ():
         if path.suffix in (".arrow", ".parquet", ".tfrecord") and path.name not in known:
-            found.append(f"{path} is not in {NAME}: it is read by nobody")
+            found.append(f"{path} is not in {MANIFEST}: it is read by nobody")
     return found
 
 

@@ -24,7 +24,7 @@ from typing import Any, get_args
 import msgspec
 
 from manyhands.data.columns.schema import RECORD_BITS
-from manyhands.data.mapreduce.resumable_tasks import Crew, parse_bytes
+from manyhands.data.mapreduce.resumable_tasks import Crew
 from manyhands.data.preparing import write_shards
 from manyhands.data.preparing.assign_splits import Division
 from manyhands.data.preparing.recipe import (
@@ -57,6 +57,7 @@ from manyhands.data.sources.staging import (
 from manyhands.data.splitting.split_rule import folds, parse_split
 from manyhands.values.errors import DataError
 from manyhands.values.rundir import write_whole
+from manyhands.values.sizes import parse_bytes
 from manyhands.values.version import VERSION
 
 Pairs = Mapping[str, str] | Sequence[str]

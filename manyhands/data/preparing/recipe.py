@@ -13,7 +13,7 @@ from typing import Literal
 
 import msgspec
 
-from manyhands.data.columns.schema import ROLES, Role, type_of
+from manyhands.data.columns.schema import MANIFEST, ROLES, Role, type_of
 from manyhands.values.errors import DataError
 
 ShardFormat = Literal["arrow", "parquet", "tfrecord"]
@@ -138,7 +138,7 @@ def settle_roles(
 
 def refuse_finished(folder: Path) -> None:
     """Data that somebody may be training on is never written over."""
-    if (folder / "manifest.json").exists():
+    if (folder / MANIFEST).exists():
         raise DataError(
             f"{folder} already holds a prepared data set. Look at it with `manyhands data {folder}`"
             ", choose another folder, or remove it first."

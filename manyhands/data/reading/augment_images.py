@@ -13,13 +13,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from manyhands.data.columns.array_types import AnyArray
 from manyhands.data.ordering.record_randomness import Draw
 from manyhands.values.errors import DataError
 
-Batch = dict[str, Any]
-Array = NDArray[Any]
+ColumnBatch = dict[str, Any]
 PerChannel = float | tuple[float, ...]
 """One for all, or one for each channel or feature."""
 
@@ -35,7 +34,7 @@ class RandomFlip:
     p: float = 0.5
     vertical: bool = False
 
-    def __call__(self, batch: Batch, draw: Draw) -> Batch:
+    def __call__(self, batch: ColumnBatch, draw: Draw) -> ColumnBatch:
         if not draw.training:
             return batch
         images = _images(batch, self.column)
@@ -52,7 +51,7 @@ class RandomCrop:
     padding: int
     fill: float = 0
 
-    def __call__(self, batch: Batch, draw: Draw) -> Batch:
+    def __call__(self, batch: ColumnBatch, draw: Draw) -> ColumnBatch:
         if not draw.training:
             return batch
         images = _images(batch, self.column)
@@ -81,7 +80,7 @@ class RandomErase:
     most: float = 0.4
     fill: float = 0
 
-    def __call__(self, batch: Batch, draw: Draw) -> Batch:
+    def __call__(self, batch: ColumnBatch, draw: Draw) -> ColumnBatch:
         if not draw.training:
             return batch
         images = _images(batch, self.column)
@@ -105,7 +104,7 @@ class Brightness:
     column: str
     by: float = 0.2
 
-    def __call__(self, batch: Batch, draw: Draw) -> Batch:
+    def __call__(self, batch: ColumnBatch, draw: Draw) -> ColumnBatch:
         if not draw.training:
             return batch
         images = _images(batch, self.column)
@@ -120,7 +119,7 @@ class Contrast:
     column: str
     by: float = 0.2
 
-    def __call__(self, batch: Batch, draw: Draw) -> Batch:
+    def __call__(self, batch: ColumnBatch, draw: Draw) -> ColumnBatch:
         if not draw.training:
             return batch
         images = _images(batch, self.column)
@@ -139,7 +138,7 @@ class Rotate:
     degrees: float = 10.0
     fill: float = 0
 
-    def __call__(self, batch: Batch, draw: Draw) -> Batch:
+    def __call__(self, batch: ColumnBatch, draw: Draw) -> ColumnBatch:
         if not draw.training:
             return batch
         images = _images(batch, self.column)
@@ -163,7 +162,7 @@ class Normalise:
     deviation: PerChannel = 1.0
     channels_first: bool = False
 
-    def __call__(self, batch: Batch, draw: Draw) -> Batch:
+    def __call__(self, batch: ColumnBatch, draw: Draw) -> ColumnBatch:
         images = _images(batch, self.column)
         pixels = images.astype(np.float32)
         if images.dtype == np.uint8:
@@ -178,20 +177,20 @@ class Normalise:
 # ---- on arrays
 
 
-def array_of(batch: Batch, column: str) -> Array:
+def array_of(batch: ColumnBatch, column: str) -> AnyArray:
     if column not in batch:
         raise DataError(f"a transform wants '{column}'; the batch has {', '.join(batch)}.")
     value = batch[column]
     return value.numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
 
 
-def with_column(batch: Batch, column: str, value: Array) -> Batch:
+def with_column(batch: ColumnBatch, column: str, value: AnyArray) -> ColumnBatch:
     was_tensor = isinstance(batch[column], torch.Tensor)
     value = np.ascontiguousarray(value)
     return {**batch, column: torch.from_numpy(value) if was_tensor else value}
 
 
-def _images(batch: Batch, column: str) -> Array:
+def _images(batch: ColumnBatch, column: str) -> AnyArray:
     images = array_of(batch, column)
     if images.ndim not in (3, 4):
         raise DataError(
@@ -201,27 +200,27 @@ def _images(batch: Batch, column: str) -> Array:
     return images
 
 
-def _wide(per_record: Array, images: Array) -> Array:
+def _wide(per_record: AnyArray, images: AnyArray) -> AnyArray:
     """(records,) → (records, 1, 1, ...)."""
     return per_record.reshape(-1, *[1] * (images.ndim - 1))
 
 
-def _inside(places: Array, length: int) -> Array:
+def _inside(places: AnyArray, length: int) -> AnyArray:
     return (places >= 0) & (places < length)
 
 
-def _factor(draw: Draw, by: float) -> Array:
+def _factor(draw: Draw, by: float) -> AnyArray:
     return 1 + (draw.uniform("factor").numpy() * 2 - 1) * np.float32(by)
 
 
-def _like(pixels: Array, images: Array) -> Array:
+def _like(pixels: AnyArray, images: AnyArray) -> AnyArray:
     """Rounded and cut where images are bytes."""
     if images.dtype == np.uint8:
         return np.rint(pixels).clip(0, 255).astype(np.uint8)
     return pixels.astype(images.dtype, copy=False)
 
 
-def _rotated(images: Array, angles: Sequence[float], fill: float) -> Array:
+def _rotated(images: AnyArray, angles: Sequence[float], fill: float) -> AnyArray:
     """Each pixel from the four that lie around its place before the turn."""
     records, height, width = images.shape[:3]
     cos = np.asarray([math.cos(a) for a in angles])[:, None, None]
@@ -244,5 +243,5 @@ def _rotated(images: Array, angles: Sequence[float], fill: float) -> Array:
     return _like(total, images)
 
 
-def _spread(per_pixel: Array, images: Array) -> Array:
+def _spread(per_pixel: AnyArray, images: AnyArray) -> AnyArray:
     return per_pixel[..., None] if images.ndim == 4 else per_pixel

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 
 from manyhands.accounting.micro_batches import Cut, MicroBatch, cut
-from manyhands.data.ordering.epoch_order import Order, Positions, RecordVisit
-from manyhands.data.reading.records import Records, record_ids
+from manyhands.data.columns.array_types import Positions
+from manyhands.data.ordering.epoch_order import Order, RecordVisit
+from manyhands.data.reading.records import Records
 
 Seeder = Callable[..., None]
 
@@ -49,7 +50,7 @@ class MicroBatchFeed:
 
     def ids(self, step: Cut, index: int) -> Sequence[int]:
         """Which records micro-batch `index` of a step holds, in the user's numbering."""
-        return record_ids(self.records, self._records_at(step.epoch, step.positions(index)))
+        return self.records.names(self._records_at(step.epoch, step.positions(index)))
 
     def _records_at(self, epoch: int, positions: range) -> Positions:
         """The epoch's order at these positions, from a window that is computed now and then."""

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from manyhands.data.ordering.epoch_order import Positions
-from manyhands.data.shards.shard_file import Array, Ragged
+from manyhands.data.columns.array_types import AnyArray, Positions
+from manyhands.data.shards.shard_file import Ragged
 
 LONG = 300
 """Rows of so many elements are copied one by one; shorter ones by one indexing operation."""
@@ -35,7 +35,7 @@ class Pick(NamedTuple):
 Picks = Sequence[Pick]
 
 
-def take_fixed(columns: Sequence[Array], picks: Picks, size: int) -> Array:
+def take_fixed(columns: Sequence[AnyArray], picks: Picks, size: int) -> AnyArray:
     """Rows of columns whose values all have the same shape."""
     first = columns[0]
     dtype = _given_as(first.dtype, first.ndim)
@@ -49,7 +49,7 @@ def take_fixed(columns: Sequence[Array], picks: Picks, size: int) -> Array:
 
 def take_padded(
     columns: Sequence[Ragged], picks: Picks, size: int, width: int | None
-) -> tuple[Array, NDArray[np.int64]]:
+) -> tuple[AnyArray, NDArray[np.int64]]:
     """Rows filled up with zeros to `width` (None: the longest of them), and their lengths."""
     starts, lengths = _extents(columns, picks, size)
     if width is None:
@@ -77,7 +77,7 @@ def take_padded(
 
 def take_flat(
     columns: Sequence[Ragged], picks: Picks, size: int
-) -> tuple[Array, NDArray[np.int64]]:
+) -> tuple[AnyArray, NDArray[np.int64]]:
     """Rows one after the other, and where each begins and the last one ends."""
     starts, lengths = _extents(columns, picks, size)
     offsets = np.concatenate([[0], np.cumsum(lengths)])
@@ -113,9 +113,9 @@ def _given_as(dtype: np.dtype[Any], dims: int) -> np.dtype[Any]:
 
 def _extents(
     columns: Sequence[Ragged], picks: Picks, size: int
-) -> tuple[list[Array], NDArray[np.int64]]:
+) -> tuple[list[AnyArray], NDArray[np.int64]]:
     """By shard: where rows begin in its values. By place in the batch: all lengths."""
-    starts: list[Array] = []
+    starts: list[AnyArray] = []
     lengths = np.empty(size, np.int64)
     for column, pick in zip(columns, picks, strict=True):
         at = column.offsets.take(pick.rows)
@@ -124,7 +124,7 @@ def _extents(
     return starts, lengths
 
 
-def _slices(values: Array, starts: Array, width: int) -> Array:
+def _slices(values: AnyArray, starts: AnyArray, width: int) -> AnyArray:
     """values[s : s + width] for each of `starts`; what is behind a row's end is anything."""
     if width == 0 or len(values) == 0:
         return np.zeros((len(starts), width), values.dtype)
@@ -137,7 +137,7 @@ def _slices(values: Array, starts: Array, width: int) -> Array:
     return windows[starts.astype(np.int64)].view(values.dtype).reshape(len(starts), width)
 
 
-def _blank(rows: Array, lengths: Array) -> None:
+def _blank(rows: AnyArray, lengths: AnyArray) -> None:
     """Zero behind each row's end. By bits, because zero times what is there may be NaN."""
     width = rows.shape[1]
     if width <= MASKED_WIDTH:
@@ -148,14 +148,14 @@ def _blank(rows: Array, lengths: Array) -> None:
 
 
 @lru_cache(maxsize=MASKED_WIDTH)
-def _masks(width: int, itemsize: int) -> Array:
+def _masks(width: int, itemsize: int) -> AnyArray:
     """By length of a row: all bits set in the elements that it has."""
     inside = np.arange(width) < np.arange(width + 1)[:, None]
     return -inside.astype(f"i{itemsize}").view(f"u{itemsize}")
 
 
 def _copy_rows(
-    values: Array, starts: Array, lengths: Array, out: Array, where: Positions | slice
+    values: AnyArray, starts: AnyArray, lengths: AnyArray, out: AnyArray, where: Positions | slice
 ) -> None:
     """Copy each row to its place in the batch, as memory is copied."""
     size = values.itemsize

@@ -19,17 +19,11 @@ import numpy as np
 import pyarrow as pa
 import torch
 
+from manyhands.data.columns.array_types import AnyArray, Positions
 from manyhands.data.columns.schema import ID, Column, Schema, column_of, type_of
-from manyhands.data.ordering.epoch_order import (
-    FIRST,
-    Positions,
-    RecordVisit,
-    ShardOrder,
-    Windows,
-    cuts_of,
-    starts_of,
-)
+from manyhands.data.ordering.epoch_order import FIRST, RecordVisit
 from manyhands.data.ordering.record_randomness import Draw
+from manyhands.data.ordering.shuffle_windows import ShardOrder, Windows, cuts_of, starts_of
 from manyhands.data.reading.open_shards import OpenShards
 from manyhands.data.reading.pad_and_collate import (
     Pick,
@@ -39,9 +33,9 @@ from manyhands.data.reading.pad_and_collate import (
     take_padded,
     take_strings,
 )
-from manyhands.data.reading.records import PreparedData
+from manyhands.data.reading.prepared_data import PreparedData
 from manyhands.data.shards.manifest import Listing, Manifest, ShardInfo, SplitInfo, read_listing
-from manyhands.data.shards.shard_file import Array, OpenShard, Ragged, open_shard
+from manyhands.data.shards.shard_file import OpenShard, Ragged, open_shard
 from manyhands.values.errors import DataDamaged, DataError
 
 WINDOW_BYTES = 128 << 20
@@ -269,9 +263,9 @@ def _kind(column: Column) -> str:
     return "ragged" if t.is_list(kind) or t.is_binary(kind) else "fixed"
 
 
-def _side_by_side(shard: OpenShard, names: Sequence[str]) -> Array:
+def _side_by_side(shard: OpenShard, names: Sequence[str]) -> AnyArray:
     """Columns as one matrix of float32."""
-    parts: list[Array] = []
+    parts: list[AnyArray] = []
     for name in names:
         column = shard.columns[name]
         assert not isinstance(column, Ragged)

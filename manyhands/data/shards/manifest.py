@@ -7,13 +7,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from manyhands.data.columns.schema import Schema
+from manyhands.data.columns.schema import MANIFEST, Schema
 from manyhands.data.shards.prepared_url import FolderOrUrl
 from manyhands.data.sources.access.url_secrets import is_url, shown
 from manyhands.values.errors import DataError
 from manyhands.values.rundir import write_whole
 
-NAME = "manifest.json"
 VERSION = 1
 
 BLOCK_BYTES = 1 << 20
@@ -63,7 +62,7 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     text = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
-    write_whole(folder / NAME, text + b"\n")
+    write_whole(folder / MANIFEST, text + b"\n")
 
 
 class Listing(NamedTuple):
@@ -84,10 +83,10 @@ def read_listing(folder: FolderOrUrl) -> Listing:
     except FileNotFoundError:
         raise DataError(_missing(str(folder))) from None
     except (OSError, msgspec.DecodeError, msgspec.ValidationError) as error:
-        raise DataError(f"{folder / NAME} cannot be read: {error}") from error
+        raise DataError(f"{folder / MANIFEST} cannot be read: {error}") from error
     if manifest.version > VERSION:
         raise DataError(
-            f"{folder / NAME} is of version {manifest.version}; this manyhands reads up to "
+            f"{folder / MANIFEST} is of version {manifest.version}; this manyhands reads up to "
             f"{VERSION}."
         )
     return Listing(manifest, raw)
@@ -95,9 +94,9 @@ def read_listing(folder: FolderOrUrl) -> Listing:
 
 def _read(folder: FolderOrUrl) -> bytes:
     if isinstance(folder, Path):
-        return (folder / NAME).read_bytes()
+        return (folder / MANIFEST).read_bytes()
     try:
-        return folder.read(NAME)
+        return folder.read(MANIFEST)
     except DataError as error:
         raise DataError(f"{folder} is not a prepared data set that can be read: {error}") from None
 
@@ -110,6 +109,6 @@ def _missing(folder: str) -> str:
             'mh.prepared("..."), or data="...".'
         )
     return (
-        f"{folder} is not a prepared data set (it has no {NAME}). Make one with: "
+        f"{folder} is not a prepared data set (it has no {MANIFEST}). Make one with: "
         f"manyhands prepare SOURCE --to {folder}"
     )

@@ -19,22 +19,21 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import pyarrow as pa
 import xxhash
-from numpy.typing import NDArray
 
+from manyhands.data.columns.array_types import AnyArray
 from manyhands.data.columns.schema import Schema, name_of, type_of
 from manyhands.data.shards.manifest import BLOCK_BYTES, ShardInfo
 from manyhands.values.errors import DataDamaged, DataError
 from manyhands.values.rundir import sync_folder
 
 ShardCompression = Literal["lz4", "zstd"]
-Array = NDArray[Any]
 
 
 class Ragged(NamedTuple):
     """Rows of different lengths, one after the other: row i is values[offsets[i]:offsets[i+1]]."""
 
-    offsets: Array
-    values: Array
+    offsets: AnyArray
+    values: AnyArray
     length: int | None
     """The length of every row, where it is the same and rows follow each other from 0."""
 
@@ -44,7 +43,7 @@ class OpenShard:
     """Views into a shard. What they look at stays open as long as one of them is held."""
 
     rows: int
-    columns: Mapping[str, Array | Ragged]
+    columns: Mapping[str, AnyArray | Ragged]
     """Numbers: (rows,); fixed lists: (rows, *shape); lists, bytes and strings: `Ragged`."""
 
 
@@ -158,10 +157,10 @@ def _mapped(path: Path) -> Any:
         return file.read_buffer()
 
 
-def columns_of(table: pa.Table, schema: Schema = ()) -> dict[str, Array | Ragged]:
+def columns_of(table: pa.Table, schema: Schema = ()) -> dict[str, AnyArray | Ragged]:
     """A table's columns as numpy arrays, without copying where there is one chunk."""
     shapes = {column.name: column.shape for column in schema}
-    columns: dict[str, Array | Ragged] = {}
+    columns: dict[str, AnyArray | Ragged] = {}
     for name, column in zip(table.column_names, table.columns, strict=True):
         views = _views(name, _one_chunk(column))
         shape = shapes.get(name, ())
@@ -171,7 +170,7 @@ def columns_of(table: pa.Table, schema: Schema = ()) -> dict[str, Array | Ragged
     return columns
 
 
-def _views(name: str, array: Any) -> Array | Ragged:
+def _views(name: str, array: Any) -> AnyArray | Ragged:
     kind, t = array.type, pa.types
     if t.is_boolean(kind):
         return array.to_numpy(zero_copy_only=False)  # it is stored in single bits
@@ -189,7 +188,7 @@ def _views(name: str, array: Any) -> Array | Ragged:
     raise DataError(f"column '{name}' is of type {kind}, which batches cannot hold; encode it.")
 
 
-def _ragged(offsets: Array, values: Array) -> Ragged:
+def _ragged(offsets: AnyArray, values: AnyArray) -> Ragged:
     rows = len(offsets) - 1
     length, rest = divmod(len(values), max(1, rows))
     same = rest == 0 and np.array_equal(offsets, np.arange(rows + 1) * length)
@@ -265,7 +264,7 @@ class _BufferPlace(NamedTuple):
     """Bytes of an element."""
     each: int
     """Elements of a row, where that is always the same."""
-    offsets: Array | None
+    offsets: AnyArray | None
     """Else: where the rows' elements begin."""
 
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 
 import pyarrow as pa
 
-from manyhands.data.shards import manifest
+from manyhands.data.columns.schema import MANIFEST
 from manyhands.data.sources.access.files import (
     expand,
     expand_folder,
@@ -156,7 +156,7 @@ def _files(source: str, options: Options) -> _FileGroup:
         one = _one_format(source, urls, forced)
         return _FileGroup(one, tuple(urls), _common_folder(urls), len(urls) == 1)
     urls, beside = expand_folder(source)
-    if manifest.NAME in map(name_of_file, urls):
+    if MANIFEST in map(name_of_file, urls):
         raise DataError(f"{shown(source)} is a prepared data set already, not raw data.")
     documents = [url for url in urls if is_document(url)]
     data = [url for url in urls if not is_document(url)]

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from manyhands.data.columns.array_types import ByteArray, Positions
 from manyhands.data.tfrecord.feature_kinds import BYTES
-from manyhands.data.tfrecord.framing import ByteArray, Positions
 from manyhands.data.tfrecord.parse_one_example import varint
 
 

@@ -18,8 +18,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-ByteArray = NDArray[np.uint8]
-Positions = NDArray[np.int64]
+from manyhands.data.columns.array_types import ByteArray, Positions
+
 ByteBuffer = ByteArray | bytes | bytearray | memoryview
 
 HEADER = 12

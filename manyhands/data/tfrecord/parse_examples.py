@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from manyhands.data.columns.array_types import ByteArray, Positions
 from manyhands.data.columns.schema import unify
 from manyhands.data.tfrecord.feature_kinds import (
     BYTES,
@@ -27,10 +28,8 @@ from manyhands.data.tfrecord.feature_kinds import (
     kind_of,
 )
 from manyhands.data.tfrecord.framing import (
-    ByteArray,
     ByteBuffer,
     FrameDamage,
-    Positions,
     as_bytes,
     contents,
     gather,

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from manyhands.data.columns.array_types import ByteArray, Positions
 from manyhands.data.tfrecord.feature_headers import FeatureHeader, header_of
 from manyhands.data.tfrecord.feature_kinds import BYTES, NONE
-from manyhands.data.tfrecord.framing import ByteArray, Positions, as_bytes
+from manyhands.data.tfrecord.framing import as_bytes
 from manyhands.data.tfrecord.parse_one_example import Malformed, places_of, read_example, varint
 from manyhands.values.errors import DataError
 

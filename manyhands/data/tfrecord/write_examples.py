@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from manyhands.data.columns.array_types import ByteArray, Positions
 from manyhands.data.tfrecord.feature_headers import header_parts
 from manyhands.data.tfrecord.feature_kinds import (
     BYTES,
@@ -20,14 +21,7 @@ from manyhands.data.tfrecord.feature_kinds import (
     is_list,
     kind_of,
 )
-from manyhands.data.tfrecord.framing import (
-    ByteArray,
-    Positions,
-    contents,
-    joined,
-    large_binary,
-    offsets_of,
-)
+from manyhands.data.tfrecord.framing import contents, joined, large_binary, offsets_of
 from manyhands.data.tfrecord.parse_one_example import varint
 from manyhands.values.errors import DataError
 

@@ -19,7 +19,8 @@ from manyhands.data.fetching import transfer
 from manyhands.data.fetching.peer_sharing import Sharing
 from manyhands.data.fetching.shard_cache import Cache, key_of
 from manyhands.data.fetching.transfer import Peer
-from manyhands.data.reading.records import open_data, prepared, share
+from manyhands.data.open_data import open_data, share
+from manyhands.data.reading.prepared_data import prepared
 from manyhands.data.reading.shard_records import ShardRecords
 from manyhands.data.shards.manifest import ShardInfo, read_manifest
 from manyhands.driver.supervise.membership import make_view

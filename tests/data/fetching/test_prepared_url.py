@@ -20,11 +20,14 @@ from typer.testing import CliRunner
 import manyhands as mh
 from manyhands.cli.commands import app
 from manyhands.data.fetching import fetch_before_start
-from manyhands.data.fetching.fetch_before_start import open_cache, shown_when_slow
+from manyhands.data.fetching.choose_transfer import open_cache
+from manyhands.data.fetching.fetch_before_start import shown_when_slow
 from manyhands.data.fetching.shard_cache import Cache
 from manyhands.data.fetching.transfer import Direct, Peer, Replicate
+from manyhands.data.open_data import make_ready, open_data
 from manyhands.data.preparing.overview import overview, verified
-from manyhands.data.reading.records import make_ready, open_data, prepared, sampled_digest
+from manyhands.data.reading.prepared_data import prepared
+from manyhands.data.reading.records import sampled_digest
 from manyhands.data.reading.shard_records import ShardRecords
 from manyhands.data.shards.manifest import Manifest, read_manifest, write_manifest
 from manyhands.data.shards.prepared_url import RemoteFolder, folder_of
@@ -32,6 +35,7 @@ from manyhands.launch.engines.launcher import Launcher
 from manyhands.stories import cross_validate
 from manyhands.values.config import DataConfig
 from manyhands.values.errors import ConfigError, DataDamaged, DataError, RunFailed, TaskError
+from manyhands.values.sizes import megabytes
 from tests.support.prepared_folders import fixed, write_folder
 from tests.support.web import SECRETS, Web
 
@@ -239,7 +243,7 @@ def test_settings_choose_the_transfer(web: Web, settings: DataConfig) -> None:
 def test_a_cache_that_is_too_small_is_refused_with_the_numbers(
     web: Web, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fetch_before_start, "_mb", lambda nbytes: f"{nbytes}B")
+    monkeypatch.setattr(fetch_before_start, "megabytes", lambda nbytes: f"{nbytes}B")
     manifest = read_manifest(folder)
     shard = manifest.splits["train"].shards[0].nbytes
     assert {s.nbytes for split in manifest.splits.values() for s in split.shards} == {shard}
@@ -268,8 +272,8 @@ def test_a_cache_that_is_too_small_is_refused_with_the_numbers(
 
 
 def test_a_size_is_written_as_it_is_read() -> None:
-    assert fetch_before_start._mb(1) == "1MB" and fetch_before_start._mb(10**6) == "1MB"
-    assert fetch_before_start._mb(2 * (128 << 20)) == "269MB"
+    assert megabytes(1) == "1MB" and megabytes(10**6) == "1MB"
+    assert megabytes(2 * (128 << 20)) == "269MB"
 
 
 # ---- before the start

@@ -109,7 +109,7 @@ def test_formats_hold_the_same_records(tmp_path: Path, format: str) -> None:
     mh.prepare([source], to, label="income", roles={"note": "text"}, format=format, workers=1)
     assert not verified(to)
     records = mh.prepared(to)
-    from manyhands.data.reading.records import open_data
+    from manyhands.data.open_data import open_data
 
     train, held_out = open_data(records, None)
     assert held_out is not None
@@ -458,7 +458,7 @@ def test_mnist_as_it_is_given_away(tmp_path: Path) -> None:
         "image": ("image", (28, 28, 1)),
         "label": ("label", ()),
     }
-    from manyhands.data.reading.records import open_data
+    from manyhands.data.open_data import open_data
 
     batch: dict[str, Any] = open_data(str(tmp_path / "out"), None)[0].batch(np.arange(80))
     assert batch["image"].dtype == torch.uint8 and batch["image"].shape == (80, 28, 28, 1)

@@ -6,9 +6,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.data.ordering.epoch_order import order, permutation
+from manyhands.data.open_data import open_data
+from manyhands.data.ordering.epoch_order import order
+from manyhands.data.ordering.keyed_permutation import permutation
 from manyhands.data.reading.micro_batch_feed import MicroBatchFeed, held_out_batches
-from manyhands.data.reading.records import open_data, record_ids
 from manyhands.training.compute.seeds import seed_everything
 from manyhands.values.errors import TaskError
 
@@ -61,8 +62,8 @@ def test_two_epochs_of_micro_batches_hold_every_record_twice() -> None:
 def test_a_held_out_fraction_is_disjoint_and_does_not_depend_on_the_seed() -> None:
     train, held = open_data(columns(50), 0.2)
     assert held is not None and (len(train), len(held)) == (40, 10)
-    ours = record_ids(train, np.arange(40))
-    theirs = record_ids(held, np.arange(10))
+    ours = train.names(np.arange(40))
+    theirs = held.names(np.arange(10))
     assert sorted([*ours, *theirs]) == list(range(50))
 
 

@@ -16,11 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import manyhands as mh
+from manyhands.data.open_data import open_data
 from manyhands.data.ordering.epoch_order import RecordVisit
 from manyhands.data.reading import pad_and_collate
 from manyhands.data.reading.augment import Compose, FeatureNoise
 from manyhands.data.reading.micro_batch_feed import MicroBatchFeed, held_out_batches
-from manyhands.data.reading.records import open_data, prepared, record_ids, sampled_digest
+from manyhands.data.reading.prepared_data import prepared
+from manyhands.data.reading.records import sampled_digest
 from manyhands.data.reading.shard_records import ShardRecords
 from manyhands.data.shards.shard_file import Ragged
 from manyhands.launch.engines.launcher import Launcher
@@ -206,16 +208,16 @@ def test_an_epoch_of_any_windows_holds_every_record_once(folder: Path) -> None:
 def test_a_part_is_read_shard_by_shard_too(folder: Path) -> None:
     train, held = open_data(prepared(folder, window=10), 0.25)
     assert held is not None and (len(train), len(held)) == (30, 10)
-    names = [*record_ids(train, np.arange(30)), *record_ids(held, np.arange(10))]
+    names = [*train.names(np.arange(30)), *held.names(np.arange(10))]
     assert sorted(names) == list(range(ROWS))
     assert isinstance(train, ShardRecords)
     here = train.order(1, 0)
     assert sorted(here[range(30)].tolist()) == list(range(30))
     assert len(here.windows.shards) > 1
     again = train.part(ids(5, 2))
-    assert record_ids(again, ids(0, 1)) == [
-        record_ids(train, ids(2))[0],
-        record_ids(train, ids(5))[0],
+    assert again.names(ids(0, 1)) == [
+        train.names(ids(2))[0],
+        train.names(ids(5))[0],
     ]
 
 

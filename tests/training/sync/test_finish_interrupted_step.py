@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from manyhands.accounting.micro_batches import Cut
+from manyhands.data.open_data import open_data
 from manyhands.data.reading.micro_batch_feed import MicroBatchFeed
-from manyhands.data.reading.records import open_data
 from manyhands.training.collective.collective import Sizes
 from manyhands.training.collective.shared_memory import Room, Shared
 from manyhands.training.collective.two_level import Tiers

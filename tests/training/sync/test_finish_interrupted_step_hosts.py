@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from manyhands.data.open_data import open_data
 from manyhands.data.reading.micro_batch_feed import MicroBatchFeed
-from manyhands.data.reading.records import open_data
 from manyhands.training.collective import two_level as tiers_module
 from manyhands.training.collective.collective import (
     FACTS,

@@ -18,11 +18,11 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from manyhands.data.columns.array_types import Positions
 from manyhands.data.sources.access import files
 from manyhands.data.sources.cutting.source import Bad, Chunk
 from manyhands.values.errors import DataError
 
-Places = NDArray[np.int64]
 BlockReader = Callable[[int], Iterator[bytes]]
 """The bytes of a file from a place on."""
 
@@ -63,8 +63,8 @@ class FoundRecords:
     """Where `data` begins in the file."""
     first: int
     """The number of the first record."""
-    begins: Places
-    stops: Places
+    begins: Positions
+    stops: Positions
     """Of each record, in `data`, without its line end."""
     trouble: RecordTrouble = ""
 
@@ -106,7 +106,7 @@ class Scan:
         self._ink = False
         self._space = _table(rule.space + b"\n")
 
-    def ends(self, block: bytes) -> Places:
+    def ends(self, block: bytes) -> Positions:
         """The places in `block` just behind each record's end."""
         data = np.frombuffer(block, np.uint8)
         lines = _places(data, NEWLINE) + 1
@@ -118,7 +118,7 @@ class Scan:
         self._last = block[-1] if block else self._last
         return lines
 
-    def _outside_quotes(self, block: bytes, data: NDArray[np.uint8], lines: Places) -> Places:
+    def _outside_quotes(self, block: bytes, data: NDArray[np.uint8], lines: Positions) -> Positions:
         marks = _places(data, ord(self.rule.quote))
         if not len(marks):  # all of it is inside
             self._note_line(block, 0)
@@ -136,7 +136,7 @@ class Scan:
         self._note_quotes(block, marks)
         return lines[~inside]
 
-    def _without_strays(self, marks: Places, starts: NDArray[np.bool_]) -> Places:
+    def _without_strays(self, marks: Positions, starts: NDArray[np.bool_]) -> Positions:
         is_open, closed_at = self.open, self._closed_at - self.at
         kept: list[int] = []
         for mark, at_start in zip(marks.tolist(), starts.tolist(), strict=True):
@@ -149,7 +149,7 @@ class Scan:
             kept.append(mark)
         return np.array(kept, dtype=np.int64)
 
-    def _note_quotes(self, block: bytes, marks: Places) -> None:
+    def _note_quotes(self, block: bytes, marks: Positions) -> None:
         """Remember what the block leaves open, and in which line it was opened."""
         if not len(marks):
             return
@@ -172,7 +172,7 @@ class Scan:
         if end >= 0:
             self.after = self.at + end + 1
 
-    def _blank(self, data: NDArray[np.uint8], lines: Places) -> Places:
+    def _blank(self, data: NDArray[np.uint8], lines: Positions) -> Positions:
         """Only the ends of blank lines."""
         if not len(data):
             return lines
@@ -184,7 +184,7 @@ class Scan:
         return lines[~ink[: len(lines)]]
 
 
-def _places(data: NDArray[np.uint8], byte: int) -> Places:
+def _places(data: NDArray[np.uint8], byte: int) -> Positions:
     """Where a byte is, looked for in parts that the processor's cache holds."""
     parts = [
         np.flatnonzero(data[at : at + _CACHED] == byte) + at for at in range(0, len(data), _CACHED)
@@ -247,7 +247,7 @@ def _lost(beginning: bytes, start: int, number: int, trouble: RecordTrouble) -> 
 
 
 def _lines(
-    data: bytes, start: int, first: int, ends: Places, rule: RecordRule
+    data: bytes, start: int, first: int, ends: Positions, rule: RecordRule
 ) -> Iterator[FoundRecords]:
     """The records that end at `ends`; blank ones are left out, long ones come by themselves."""
     begins = np.concatenate(([0], ends[:-1]))
@@ -267,7 +267,7 @@ def _lines(
         at = i + 1
 
 
-def _found(data: bytes, start: int, first: int, begins: Places, ends: Places) -> FoundRecords:
+def _found(data: bytes, start: int, first: int, begins: Positions, ends: Positions) -> FoundRecords:
     offset = int(begins[0])
     array = np.frombuffer(data, np.uint8)
     stops = ends - (array[ends - 1] == NEWLINE)
@@ -276,7 +276,7 @@ def _found(data: bytes, start: int, first: int, begins: Places, ends: Places) ->
     return FoundRecords(data, start + offset, first, begins - offset, stops - offset)
 
 
-def _blanks(data: bytes, begins: Places, ends: Places, space: bytes) -> NDArray[np.bool_]:
+def _blanks(data: bytes, begins: Positions, ends: Positions, space: bytes) -> NDArray[np.bool_]:
     array, table = np.frombuffer(data, np.uint8), _table(space + b"\n")
     blank = table[array[begins]] & table[array[np.maximum(ends - 2, begins)]]
     strip = space + b"\n"

@@ -16,13 +16,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from manyhands.data.columns.array_types import Positions
 from manyhands.data.sources.access import files
 from manyhands.data.sources.cutting.record_boundaries import (
     MAX_FIELD,
     PLAN_BLOCK_BYTES,
     BlockReader,
     FoundRecords,
-    Places,
     RecordRule,
     block_bytes_of,
     blocks_of,
@@ -151,7 +151,7 @@ def find_windows(
         yield FoundRecords(rest, at, number, np.array([0]), np.array([len(rest)]))
 
 
-def _characters(data: bytes, utf8: bool) -> Places:
+def _characters(data: bytes, utf8: bool) -> Positions:
     """Where characters begin; the first byte counts as such a place whatever it is."""
     if not utf8:
         return np.arange(len(data))

@@ -17,8 +17,8 @@ from typing import BinaryIO
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from numpy.typing import NDArray
 
+from manyhands.data.columns.array_types import Positions
 from manyhands.data.sources.access.decompress import is_tfrecord
 from manyhands.data.sources.access.files import (
     compression_of,
@@ -33,8 +33,6 @@ from manyhands.data.sources.values.arrow_casting import piece_of
 from manyhands.data.tfrecord.feature_kinds import MOST_BYTES
 from manyhands.data.tfrecord.framing import FOOTER, HEADER, check, index
 from manyhands.data.tfrecord.parse_examples import parse
-
-Positions = NDArray[np.int64]
 
 _TO_THE_END = 1 << 62
 _WINDOW = 4 << 20
