@@ -22,7 +22,7 @@ from manyhands.values.version import VERSION
 
 if TYPE_CHECKING:
     from manyhands.data.mapreduce.map_reduce import map_reduce
-    from manyhands.data.reading.records import prepared
+    from manyhands.data.reading.prepared_data import prepared
     from manyhands.stories.evaluate import evaluate, fingerprint
     from manyhands.stories.prepare import prepare
     from manyhands.stories.replay import replay
@@ -59,7 +59,7 @@ _LATER = {
     "fingerprint": "manyhands.stories.evaluate",
     "map_reduce": "manyhands.data.mapreduce.map_reduce",
     "prepare": "manyhands.stories.prepare",
-    "prepared": "manyhands.data.reading.records",
+    "prepared": "manyhands.data.reading.prepared_data",
     "replay": "manyhands.stories.replay",
     "resume": "manyhands.stories.train",
     "train": "manyhands.stories.train",

@@ -10,8 +10,8 @@ from peers import BATCH, Convert, Epoch, main
 
 import manyhands as mh
 from manyhands.accounting.micro_batches import steps_per_epoch
-from manyhands.data.reading.feed import Feed
-from manyhands.data.reading.prepared import Prepared as Records
+from manyhands.data.reading.micro_batch_feed import MicroBatchFeed
+from manyhands.data.reading.shard_records import ShardRecords as Records
 
 
 class Prepared:
@@ -31,7 +31,9 @@ class Prepared:
         torch.set_num_threads(1)  # as in a worker
         records = Records(mh.prepared(self.folder(folder, work)))
 
-        feed = Feed(records, seed=0, batch=BATCH, micro_batch=BATCH, seeder=lambda *key: None)
+        feed = MicroBatchFeed(
+            records, seed=0, batch=BATCH, micro_batch=BATCH, seeder=lambda *key: None
+        )
         steps = steps_per_epoch(len(records), BATCH)
 
         def epoch(number: int) -> Iterator[int]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from works import LEARNING_RATE, WORKS
 
 import manyhands as mh
-from manyhands.data.reading.order import order
+from manyhands.data.ordering.epoch_order import order
 
 STEPS, SEED = 10_000, 0
 

@@ -139,7 +139,7 @@ def prepare(
     json: Annotated[bool, typer.Option("--json", help="Print the manifest's figures.")] = False,
 ) -> None:
     """Turn raw records into a data set: checked, split, encoded, shuffled, in shards."""
-    from manyhands.data.preparing.look import overview, show
+    from manyhands.data.preparing.overview import overview, show
     from manyhands.stories import prepare
 
     with _told(), _resumable():
@@ -196,7 +196,7 @@ def data(
     json: Annotated[bool, typer.Option("--json", help="Answer in JSON.")] = False,
 ) -> None:
     """What a prepared folder holds: schema, statistics, samples; --verify checks every byte."""
-    from manyhands.data.preparing.look import overview, show, verified
+    from manyhands.data.preparing.overview import overview, show, verified
     from manyhands.data.shards.prepared_url import folder_of
 
     here = folder_of(folder)

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from manyhands.cli.arguments import JsonFlag, RunFolder, Wait
+from manyhands.cli.arguments import JsonFlag, RunFolder, WaitOption
 from manyhands.cli.run_commands import show_replay
 from manyhands.stories import live
 
@@ -13,7 +13,7 @@ from manyhands.stories import live
 def scale(
     folder: RunFolder,
     workers: Annotated[int, typer.Argument(help="How many workers from now on.")],
-    wait: Wait = 60.0,
+    wait: WaitOption = 60.0,
 ) -> None:
     """Change the number of workers of RUN while it trains."""
     print(live.scale(folder, workers, wait))
@@ -22,23 +22,23 @@ def scale(
 def change(
     folder: RunFolder,
     settings: Annotated[list[str], typer.Argument(help="lr=3e-4 weight_decay=0.1 clip_norm=1 ...")],
-    wait: Wait = 60.0,
+    wait: WaitOption = 60.0,
 ) -> None:
     """Change settings of RUN while it trains: at one step, on every worker, and journalled."""
     print(live.change(folder, settings, wait))
 
 
-def pause(folder: RunFolder, wait: Wait = 60.0) -> None:
+def pause(folder: RunFolder, wait: WaitOption = 60.0) -> None:
     """Let RUN rest after its next step; its workers stay."""
     print(live.pause(folder, wait))
 
 
-def go_on(folder: RunFolder, wait: Wait = 60.0) -> None:
+def go_on(folder: RunFolder, wait: WaitOption = 60.0) -> None:
     """Let a paused RUN go on."""
     print(live.go_on(folder, wait))
 
 
-def stop(folder: RunFolder, wait: Wait = 600.0) -> None:
+def stop(folder: RunFolder, wait: WaitOption = 600.0) -> None:
     """Stop RUN after its next step and save it; `manyhands resume` goes on later."""
     print(live.stop(folder, wait))
     live.wait_for_the_end(folder, wait)
@@ -46,7 +46,7 @@ def stop(folder: RunFolder, wait: Wait = 600.0) -> None:
 
 def audit(
     folder: RunFolder,
-    wait: Wait = 120.0,
+    wait: WaitOption = 120.0,
     workers: Annotated[
         int, typer.Option(help="For a run that is over: how many workers compare.")
     ] = 2,

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import msgspec
 
 from manyhands.accounting.ledger import Book, Opened, journal_of, new_book, old_book
-from manyhands.data.reading.records import Records, make_ready, open_data
+from manyhands.data.open_data import make_ready, open_data
+from manyhands.data.reading.records import Records
 from manyhands.driver.bookkeeping import Bookkeeping, drivers_fault
 from manyhands.driver.file_server import FileServer
 from manyhands.driver.live.command_socket import CommandSocket

@@ -11,7 +11,8 @@ import torch
 
 from manyhands.checkpoint.commit import FolderStorage, newest_good
 from manyhands.checkpoint.contents import MODEL
-from manyhands.data.reading.records import Records, open_data, sampled_digest
+from manyhands.data.open_data import open_data
+from manyhands.data.reading.records import Records, sampled_digest
 from manyhands.evaluation.early_stopping import criterion
 from manyhands.values.config import RunConfig, read_toml, to_toml
 from manyhands.values.errors import CheckpointMismatch, ConfigError, RunDirError

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from manyhands.data.reading.records import PreparedData
+from manyhands.data.reading.prepared_data import PreparedData
 from manyhands.data.shards.manifest import read_manifest
 from manyhands.data.shards.prepared_url import RemoteFolder, folder_of
 from manyhands.values.errors import RunFailed, TaskError

@@ -7,7 +7,7 @@ from pathlib import Path
 from manyhands.checkpoint.commit import FolderStorage, newest_good
 from manyhands.checkpoint.contents import MODEL
 from manyhands.checkpoint.tensors import fingerprint as fingerprint_of
-from manyhands.data.reading.records import open_data
+from manyhands.data.open_data import open_data
 from manyhands.driver.task_files import reload
 from manyhands.evaluation import scores
 from manyhands.values.config import read_toml

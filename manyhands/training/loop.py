@@ -14,7 +14,7 @@ from manyhands.training.state.replica import Replica, StepFacts
 from manyhands.training.sync.sync import Sync
 
 
-class MicroBatchFeed(Protocol):
+class Feed(Protocol):
     """Where micro-batches come from: any of any step, the same ones every time."""
 
     def cut(self, step: int) -> Cut: ...
@@ -27,7 +27,7 @@ Hook = Callable[[Replica, StepFacts], bool | None]
 
 def train(
     replica: Replica,
-    feed: MicroBatchFeed,
+    feed: Feed,
     sync: Sync,
     loss: LossFn,
     *,

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from manyhands.data.reading.feed import Feed
-from manyhands.data.reading.records import Records, make_ready, open_data, share
+from manyhands.data.open_data import make_ready, open_data, share
+from manyhands.data.reading.micro_batch_feed import MicroBatchFeed
+from manyhands.data.reading.records import Records
 from manyhands.launch.shipping import ship_task
 from manyhands.launch.wire.channel import WorkerChannel
 from manyhands.training import build
@@ -30,7 +31,7 @@ from manyhands.worker import agreement
 from manyhands.worker.watched_feed import WatchedFeed
 
 if TYPE_CHECKING:
-    from manyhands.data.fetching.sharing import Sharing
+    from manyhands.data.fetching.peer_sharing import Sharing
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ def build_worker(
 
     records, held_out = open_data(task.data, task.held_out, orders.config.data)
     make_ready(records, held_out, workers=1, fetch="missing", progress=fetched)
-    feed = Feed(
+    feed = MicroBatchFeed(
         records,
         seed=train.seed,
         batch=train.batch,

@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from manyhands.data.reading.records import make_ready
+from manyhands.data.open_data import make_ready
 from manyhands.launch.wire.channel import WorkerChannel
 from manyhands.launch.wire.heartbeat import Heartbeat
 from manyhands.training import build, loop

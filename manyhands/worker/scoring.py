@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from manyhands.data.reading.feed import held_out_batches, on_device
-from manyhands.data.reading.records import Records, open_data
+from manyhands.data.open_data import open_data
+from manyhands.data.reading.micro_batch_feed import held_out_batches, on_device
+from manyhands.data.reading.records import Records
 from manyhands.evaluation import scores
 from manyhands.launch.wire.channel import WorkerChannel
 from manyhands.training.compute import micro_batch_gradient

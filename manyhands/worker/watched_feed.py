@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 
 from manyhands.accounting.micro_batches import Cut, MicroBatch, steps_per_epoch
-from manyhands.data.reading.feed import Feed, on_device
+from manyhands.data.reading.micro_batch_feed import MicroBatchFeed, on_device
 from manyhands.launch.wire.channel import WorkerChannel
 
 
@@ -20,7 +20,7 @@ class WatchedFeed:
 
     def __init__(
         self,
-        feed: Feed,
+        feed: MicroBatchFeed,
         line: WorkerChannel,
         device: torch.device,
         moment: Callable[[str], None],

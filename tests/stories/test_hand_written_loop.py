@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 import manyhands as mh
 from manyhands.accounting.micro_batches import steps_per_epoch
-from manyhands.data.reading.order import order
+from manyhands.data.ordering.epoch_order import order
 from manyhands.launch.engines.launcher import Launcher
 from manyhands.training.compute.seeds import seed_everything
 from tests.support.tasks import RECORDS, make

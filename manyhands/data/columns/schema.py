@@ -33,6 +33,9 @@ ID = "_id"
 
 RECORD_BITS = 40
 
+MANIFEST = "manifest.json"
+"""The file that makes a folder a prepared data set (`shards.manifest`)."""
+
 
 class Column(msgspec.Struct, frozen=True, omit_defaults=True):
     """One column, raw or encoded."""

@@ -5,11 +5,11 @@ import pyarrow as pa
 
 from manyhands.data.columns.arrays import is_list, is_number, is_text
 from manyhands.data.columns.schema import Column, type_of
-from manyhands.data.encoding.column_facts import Facts
+from manyhands.data.encoding.column_facts import ColumnFacts
 from manyhands.data.encoding.requested_encoding import DEFAULT_MOST, Encoding
 from manyhands.values.errors import DataError
 
-Choice = tuple[Encoding, str]
+ChosenEncoding = tuple[Encoding, str]
 
 CLASSES = 1000
 """Whole-numbered labels with more different values than this are numbers."""
@@ -18,7 +18,7 @@ VOCABULARY = 100_000
 BUCKETS = 1 << 18
 
 
-def choose(column: Column, facts: Facts) -> Choice:
+def choose(column: Column, facts: ColumnFacts) -> ChosenEncoding:
     """An encoding and the reason for it."""
     kind = type_of(column.type)
     match column.role:
@@ -40,7 +40,7 @@ def choose(column: Column, facts: Facts) -> Choice:
             return _feature(facts, kind)
 
 
-def _label(column: Column, facts: Facts, kind: pa.DataType) -> Choice:
+def _label(column: Column, facts: ColumnFacts, kind: pa.DataType) -> ChosenEncoding:
     if not facts.count:
         raise DataError(f"label '{column.name}': no training record has a value.")
     if is_list(kind):
@@ -61,7 +61,7 @@ def _label(column: Column, facts: Facts, kind: pa.DataType) -> Choice:
     return Encoding("classes"), f"{len(facts.values):,} different labels"
 
 
-def _image(column: Column, facts: Facts, kind: pa.DataType) -> Choice:
+def _image(column: Column, facts: ColumnFacts, kind: pa.DataType) -> ChosenEncoding:
     if is_list(kind):
         return Encoding("raw"), "pixels already"
     sizes = {size[:2] for size in facts.sizes}
@@ -76,7 +76,7 @@ def _image(column: Column, facts: Facts, kind: pa.DataType) -> Choice:
     return Encoding("image", shape=shape), "the size of all of them"
 
 
-def _text(column: Column, kind: pa.DataType) -> Choice:
+def _text(column: Column, kind: pa.DataType) -> ChosenEncoding:
     if is_text(kind) or (is_list(kind) and is_text(kind.value_type)):
         return Encoding("words", most=DEFAULT_MOST["words"]), "text"
     if pa.types.is_binary(kind):
@@ -84,7 +84,7 @@ def _text(column: Column, kind: pa.DataType) -> Choice:
     raise DataError(f"text '{column.name}' holds {column.type}, which is not text.")
 
 
-def _feature(facts: Facts, kind: pa.DataType) -> Choice:
+def _feature(facts: ColumnFacts, kind: pa.DataType) -> ChosenEncoding:
     if facts.constant:
         return Encoding("drop"), "all training records have the same value"
     if is_number(kind):

@@ -30,30 +30,28 @@ from manyhands.data.columns.arrays import (
     whole,
 )
 from manyhands.data.columns.schema import Column, Schema, type_of
-from manyhands.data.encoding.images import Shape, shape_of
-from manyhands.data.encoding.requested_encoding import NUMERIC, Encoding, Kind
-from manyhands.data.encoding.text import chars, words
-from manyhands.data.statistics import counts as counting
-from manyhands.data.statistics import sketch as sketching
-from manyhands.data.statistics.counts import Counts, Tally
+from manyhands.data.encoding.decode_images import ImageShape, shape_of
+from manyhands.data.encoding.requested_encoding import NUMERIC, Encoding, EncodingKind
+from manyhands.data.encoding.tokenize_text import chars, words
+from manyhands.data.statistics import quantile_sketch as sketching
+from manyhands.data.statistics import value_counts as counting
 from manyhands.data.statistics.moments import Moments, moments
-from manyhands.data.statistics.sketch import Sketch
+from manyhands.data.statistics.quantile_sketch import Sketch
+from manyhands.data.statistics.value_counts import ValueCounts, ValueTally
 
 SIZES = 8
 """Different sizes of images that are remembered."""
 COMMON = 10
 """Values that `statistics` lists."""
 
-Number = int | float
 
-
-class Part(msgspec.Struct, omit_defaults=True):
+class PieceFacts(msgspec.Struct, omit_defaults=True):
     """What one piece says of a column."""
 
     column: Column
     count: int = 0
     missing: int = 0
-    bounds: tuple[Number, Number] | None = None
+    bounds: tuple[int | float, int | float] | None = None
     moments: Moments | None = None
     logs: Moments | None = None
     values: bytes | None = None
@@ -61,29 +59,29 @@ class Part(msgspec.Struct, omit_defaults=True):
     sketch: Sketch | None = None
     lengths: Moments | None = None
     longest: int = 0
-    sizes: list[Shape] = []
+    sizes: list[ImageShape] = []
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class ColumnFacts:
     """What is known of a column."""
 
     column: Column
     count: int
     """Records with a value."""
     missing: int
-    bounds: tuple[Number, Number] | None
+    bounds: tuple[int | float, int | float] | None
     """The least and the greatest number, or time in microseconds."""
     moments: Moments | None
     logs: Moments | None
     """Of `log_of` the numbers."""
-    values: Counts | None
-    tokens: Counts | None
+    values: ValueCounts | None
+    tokens: ValueCounts | None
     sketch: Sketch | None
     lengths: Moments | None
     """Of text in characters, of lists in elements."""
     longest: int
-    sizes: tuple[Shape, ...]
+    sizes: tuple[ImageShape, ...]
     """Of images; all sizes there are, or SIZES of them."""
 
     @property
@@ -104,7 +102,7 @@ def log_of(values: NDArray[np.float64]) -> NDArray[np.float64]:
 def wanted(column: Column, encoding: Encoding | None) -> set[str]:
     """Which facts some encoding of this column needs; without one given, its default."""
     kind, data = column.role, type_of(column.type)
-    asked: Kind | None = encoding.kind if encoding else None
+    asked: EncodingKind | None = encoding.kind if encoding else None
     if asked in ("drop", "hash", "bytes") or kind in ("ignore", "id"):
         return set()
     facts: set[str] = set()
@@ -143,9 +141,9 @@ def collect(table: pa.Table, schema: Schema, encodings: Mapping[str, Encoding]) 
     return msgspec.msgpack.encode(parts)
 
 
-def _part(column: Column, values: pa.Array, wants: set[str]) -> Part:
+def _part(column: Column, values: pa.Array, wants: set[str]) -> PieceFacts:
     kind = values.type
-    part = Part(column, len(values) - values.null_count, values.null_count)
+    part = PieceFacts(column, len(values) - values.null_count, values.null_count)
     if is_list(kind) and is_number(kind.value_type):
         part.lengths, part.longest = _lengths(compute.list_value_length(values))
         _about_numbers(part, inner(values.drop_null())[0], wants)
@@ -159,7 +157,7 @@ def _part(column: Column, values: pa.Array, wants: set[str]) -> Part:
     return part
 
 
-def _about_numbers(part: Part, values: pa.Array, wants: set[str]) -> int:
+def _about_numbers(part: PieceFacts, values: pa.Array, wants: set[str]) -> int:
     """How many numbers there are."""
     found = numbers(values)
     there = ~nulls(values)
@@ -177,7 +175,7 @@ def _about_numbers(part: Part, values: pa.Array, wants: set[str]) -> int:
     return len(found)
 
 
-def _about_text(part: Part, values: pa.Array, wants: set[str]) -> None:
+def _about_text(part: PieceFacts, values: pa.Array, wants: set[str]) -> None:
     if "values" in wants and not is_list(values.type):
         part.values = counting.count(values).dump()
     if "lengths" in wants:
@@ -210,34 +208,34 @@ def plain_numbers(values: pa.Array) -> pa.Array:
 # ---- reduce
 
 
-def merge(parts: Iterable[bytes]) -> dict[str, Facts]:
+def merge(parts: Iterable[bytes]) -> dict[str, ColumnFacts]:
     """The facts of every column, from all pieces in their order."""
-    decoder = msgspec.msgpack.Decoder(dict[str, Part])
-    sums: dict[str, _Sum] = {}
+    decoder = msgspec.msgpack.Decoder(dict[str, PieceFacts])
+    sums: dict[str, _SumOfPieces] = {}
     for data in parts:
         for name, part in decoder.decode(data).items():
-            sums.setdefault(name, _Sum(part.column)).add(part)
+            sums.setdefault(name, _SumOfPieces(part.column)).add(part)
     return {name: found.facts() for name, found in sums.items()}
 
 
-class _Sum:
+class _SumOfPieces:
     """The parts of one column, added up."""
 
     def __init__(self, column: Column) -> None:
-        self.part = Part(column)
-        self.values, self.tokens = Tally(), Tally()
+        self.part = PieceFacts(column)
+        self.values, self.tokens = ValueTally(), ValueTally()
 
-    def add(self, new: Part) -> None:
+    def add(self, new: PieceFacts) -> None:
         old = self.part
         for tally, data in ((self.values, new.values), (self.tokens, new.tokens)):
             if data is not None:
-                tally.add(Counts.load(data))
+                tally.add(ValueCounts.load(data))
         if new.sketch and old.sketch:
             new.sketch = sketching.merged([old.sketch, new.sketch])
         if new.bounds and old.bounds:
             (low, high), (least, most) = old.bounds, new.bounds
             new.bounds = min(low, least), max(high, most)
-        self.part = Part(
+        self.part = PieceFacts(
             old.column,
             old.count + new.count,
             old.missing + new.missing,
@@ -250,9 +248,9 @@ class _Sum:
             sizes=sorted({*old.sizes, *new.sizes})[:SIZES],
         )
 
-    def facts(self) -> Facts:
+    def facts(self) -> ColumnFacts:
         part = self.part
-        return Facts(
+        return ColumnFacts(
             column=part.column,
             count=part.count,
             missing=part.missing,
@@ -272,7 +270,7 @@ def _added(a: Moments | None, b: Moments | None) -> Moments | None:
     return a + b if a and b else a or b
 
 
-def statistics(facts: Facts) -> dict[str, Any]:
+def statistics(facts: ColumnFacts) -> dict[str, Any]:
     """For people and manifests; values in the column's own terms."""
     told: dict[str, Any] = {"count": facts.count, "missing": facts.missing}
     if facts.bounds:
@@ -293,11 +291,11 @@ def statistics(facts: Facts) -> dict[str, Any]:
     return told
 
 
-def _is_time(facts: Facts) -> bool:
+def _is_time(facts: ColumnFacts) -> bool:
     return pa.types.is_timestamp(type_of(facts.column.type))
 
 
-def _shown(facts: Facts, value: Number) -> Any:
+def _shown(facts: ColumnFacts, value: int | float) -> Any:
     return str(pa.scalar(int(value), pa.timestamp("us"))) if _is_time(facts) else value
 
 

@@ -16,35 +16,36 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from manyhands.data.columns.array_types import Flags
 from manyhands.data.columns.arrays import compute, is_list, nulls, whole
 from manyhands.data.columns.hashing import hash_values
 from manyhands.data.columns.schema import ID, Column, Schema, type_of
 from manyhands.data.encoding.choose_encoding import choose
 from manyhands.data.encoding.column_facts import plain_numbers
-from manyhands.data.encoding.dates import circles
-from manyhands.data.encoding.fitting import (
+from manyhands.data.encoding.cyclical_dates import circles
+from manyhands.data.encoding.decode_images import decode_all
+from manyhands.data.encoding.fitted_encoders import (
     KNOWN,
     MISSING,
     NO_CLASS,
     UNKNOWN,
     Classes,
     Dates,
-    Dropped,
+    DroppedColumn,
     Fitted,
     Hashed,
     Picture,
     Ranked,
     Raw,
-    Scaled,
+    ScaledNumbers,
     Tokens,
     Vocabulary,
     as_arrow,
     finish,
 )
-from manyhands.data.encoding.images import decode_all
-from manyhands.data.encoding.numeric import raw, scaled
 from manyhands.data.encoding.requested_encoding import Encoding, parse_encoding
-from manyhands.data.encoding.text import byte_tokens, chars, shortened, token_lists, words
+from manyhands.data.encoding.scale_numbers import raw, scaled
+from manyhands.data.encoding.tokenize_text import byte_tokens, chars, shortened, token_lists, words
 from manyhands.values.errors import DataError
 
 __all__ = [
@@ -62,8 +63,6 @@ __all__ = [
     "refuse_clashes",
     "sizes",
 ]
-
-Flags = NDArray[np.bool_]
 
 
 @dataclass(slots=True)
@@ -90,7 +89,7 @@ def attempt(fitted: Mapping[str, Fitted], table: pa.Table) -> tuple[pa.Table, di
         columns[ID] = table.column(places[ID])
     refused: dict[int, str] = {}
     for name, fit in fitted.items():
-        if isinstance(fit, Dropped):
+        if isinstance(fit, DroppedColumn):
             continue
         if name not in places:
             raise DataError(f"column '{name}' is missing; there are {', '.join(places)}.")
@@ -124,7 +123,7 @@ def _typed(name: str, values: pa.Array, kind: pa.DataType) -> pa.Array:
 
 def _encode(fit: Fitted, values: pa.Array) -> _Encoded:
     match fit:
-        case Scaled() | Ranked():
+        case ScaledNumbers() | Ranked():
             return _Encoded(*scaled(fit, values))
         case Dates():
             return _Encoded(circles(values, fit.center, fit.scale), nulls(values))
@@ -145,7 +144,7 @@ def _encode(fit: Fitted, values: pa.Array) -> _Encoded:
             return _Encoded(pixels, nulls(values), wrong)
         case Classes():
             return _Encoded(pa.array(classes_of(fit, values)), nulls(plain_numbers(values)))
-        case Dropped():
+        case DroppedColumn():
             raise AssertionError("it is left out")
 
 
@@ -195,7 +194,7 @@ def encoded_schema(schema: Schema, fitted: Mapping[str, Fitted]) -> Schema:
     columns: list[Column] = [c for c in schema if c.name == ID]
     for name, fit in fitted.items():
         column = by_name[name]
-        if isinstance(fit, Dropped):
+        if isinstance(fit, DroppedColumn):
             continue
         kind, shape = _type_and_shape(fit, column)
         columns.append(Column(name, kind, column.role, shape))
@@ -232,7 +231,7 @@ def _is_ragged(kind: pa.DataType) -> bool:
 
 def _type_and_shape(fit: Fitted, column: Column) -> tuple[str, tuple[int, ...]]:
     match fit:
-        case Scaled() | Ranked():
+        case ScaledNumbers() | Ranked():
             kind = type_of(column.type)
             if pa.types.is_fixed_size_list(kind):
                 return f"float32[{kind.list_size}]", column.shape or (kind.list_size,)
@@ -249,7 +248,7 @@ def _type_and_shape(fit: Fitted, column: Column) -> tuple[str, tuple[int, ...]]:
             return "list<int32>", ()
         case Picture():
             return f"uint8[{int(np.prod(fit.shape))}]", fit.shape
-        case Dropped():
+        case DroppedColumn():
             raise AssertionError("it is left out")
 
 
@@ -307,13 +306,13 @@ class Encoders:
         if absent := [n for n in used if n not in names]:
             raise DataError(f"these columns are missing: {', '.join(absent)}.")
         if isinstance(rows, Mapping):
-            kept = {n: f for n, f in used.items() if not isinstance(f, Dropped)}
+            kept = {n: f for n, f in used.items() if not isinstance(f, DroppedColumn)}
             rows = pa.table({n: _array(n, rows[n], type_of(f.type)) for n, f in kept.items()})
         return apply(used, rows)
 
 
 def _needed(fit: Fitted) -> bool:
-    return fit.role in ("feature", "text", "image") and not isinstance(fit, Dropped)
+    return fit.role in ("feature", "text", "image") and not isinstance(fit, DroppedColumn)
 
 
 def _array(name: str, values: Sequence[Any], kind: pa.DataType) -> pa.Array:

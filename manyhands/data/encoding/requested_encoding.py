@@ -12,7 +12,7 @@ import msgspec
 from manyhands.data.columns.schema import name_of, type_of
 from manyhands.values.errors import DataError
 
-Kind = Literal[
+EncodingKind = Literal[
     "vocabulary",
     "hash",
     "standard",
@@ -33,9 +33,9 @@ Missing = Literal["", "mean", "zero", "flag", "error"]
 """What becomes of a missing value; left out, the mean for numbers and an index of its own for
 categories; `flag` does the same and adds a column NAME_missing of 0 and 1."""
 
-NUMERIC: frozenset[Kind] = frozenset(("standard", "minmax", "quantile", "log", "number"))
-CATEGORIES: frozenset[Kind] = frozenset(("vocabulary", "hash"))
-TOKENS: frozenset[Kind] = frozenset(("words", "chars", "bytes"))
+NUMERIC: frozenset[EncodingKind] = frozenset(("standard", "minmax", "quantile", "log", "number"))
+CATEGORIES: frozenset[EncodingKind] = frozenset(("vocabulary", "hash"))
+TOKENS: frozenset[EncodingKind] = frozenset(("words", "chars", "bytes"))
 
 FORMS = """\
   standard                      (x - mean) / standard deviation; for lists, of all their numbers
@@ -55,7 +55,7 @@ each with :missing=mean, zero, flag or error"""
 
 
 class Encoding(msgspec.Struct, frozen=True, omit_defaults=True):
-    kind: Kind
+    kind: EncodingKind
     most: int = 0
     """vocabulary, words, chars: how many values at most. hash: how many indices. quantile: bins."""
     seen: int = 1
@@ -83,7 +83,7 @@ class Encoding(msgspec.Struct, frozen=True, omit_defaults=True):
         return ":".join(map(str, (self.kind, *options)))
 
 
-DEFAULT_MOST: dict[Kind, int] = {
+DEFAULT_MOST: dict[EncodingKind, int] = {
     "vocabulary": 1_000_000,
     "quantile": 1000,
     "words": 30_000,
@@ -94,13 +94,13 @@ DEFAULT_MOST: dict[Kind, int] = {
 def parse_encoding(text: str, missing: str = "") -> Encoding:
     """`missing`: where it is given on its own."""
     kind, *options = text.strip().split(":")
-    if kind not in get_args(Kind):
+    if kind not in get_args(EncodingKind):
         raise DataError(f"there is no encoding '{kind}'. Use one of\n{FORMS}")
     for option in [o for o in options if o.startswith("missing=")]:
         missing = option.removeprefix("missing=")
         options.remove(option)
     try:
-        encoding = _with_options(msgspec.convert(kind, Kind), options)
+        encoding = _with_options(msgspec.convert(kind, EncodingKind), options)
     except ValueError:
         raise DataError(f"'{text}' is not an encoding. Use one of\n{FORMS}") from None
     return with_missing(encoding, missing)
@@ -117,7 +117,7 @@ def with_missing(encoding: Encoding, missing: str) -> Encoding:
     return msgspec.structs.replace(encoding, missing=msgspec.convert(missing, Missing))
 
 
-def _with_options(kind: Kind, options: list[str]) -> Encoding:
+def _with_options(kind: EncodingKind, options: list[str]) -> Encoding:
     """ValueError where they do not fit."""
     match kind, options:
         case "raw", [to]:

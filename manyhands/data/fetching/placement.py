@@ -17,14 +17,15 @@ import msgspec
 import numpy as np
 import xxhash
 
-from manyhands.data.reading.order import Permutation, Positions, permutation
+from manyhands.data.columns.array_types import Positions
+from manyhands.data.ordering.keyed_permutation import Permutation, permutation
 from manyhands.values.errors import DataError
 
 SLACK = 0.25
 """Under `hash` no host keeps more than ceil((1 + SLACK) * average) shards."""
 
 
-class Shard(Protocol):
+class PlacedShard(Protocol):
     """What of a `ShardInfo` matters here."""
 
     @property
@@ -33,7 +34,7 @@ class Shard(Protocol):
     def nbytes(self) -> int: ...
 
 
-class Host(msgspec.Struct, frozen=True):
+class ShardHost(msgspec.Struct, frozen=True):
     name: str
     speed: float = 1.0
     """Relative to the others."""
@@ -58,15 +59,15 @@ class Placement(msgspec.Struct, frozen=True):
         return f"{len(self.homes)} shards on {len(hosts)} hosts ({self.because})"
 
 
-class _Room:
+class _HostRoom:
     """What each host keeps so far: how many shards, how many bytes."""
 
-    def __init__(self, hosts: Sequence[Host]) -> None:
+    def __init__(self, hosts: Sequence[ShardHost]) -> None:
         self.left = {h.name: math.inf if h.capacity is None else h.capacity for h in hosts}
         self.nbytes = {h.name: 0 for h in hosts}
         self.shards = {h.name: 0 for h in hosts}
 
-    def take(self, shard: Shard, hosts: Iterable[str], copies: int) -> tuple[str, ...] | None:
+    def take(self, shard: PlacedShard, hosts: Iterable[str], copies: int) -> tuple[str, ...] | None:
         """The first `copies` of these hosts that have room; None where fewer have."""
         found: list[str] = []
         for host in hosts:
@@ -84,14 +85,14 @@ class _Room:
 
 
 Homes = dict[str, tuple[str, ...]]
-Policy = Callable[[Sequence[Shard], Sequence[Host], int, int], tuple[Homes | None, str]]
+Policy = Callable[[Sequence[PlacedShard], Sequence[ShardHost], int, int], tuple[Homes | None, str]]
 """Shards, hosts, seed and copies → homes (None: no room found) and why."""
 
 
 def _block(
-    shards: Sequence[Shard], hosts: Sequence[Host], seed: int, copies: int
+    shards: Sequence[PlacedShard], hosts: Sequence[ShardHost], seed: int, copies: int
 ) -> tuple[Homes | None, str]:
-    names, room, homes = [h.name for h in hosts], _Room(hosts), Homes()
+    names, room, homes = [h.name for h in hosts], _HostRoom(hosts), Homes()
     for i, shard in enumerate(shards):
         first = i * len(names) // len(shards)
         held = room.take(shard, names[first:] + names[:first], copies)
@@ -102,9 +103,9 @@ def _block(
 
 
 def _random(
-    shards: Sequence[Shard], hosts: Sequence[Host], seed: int, copies: int
+    shards: Sequence[PlacedShard], hosts: Sequence[ShardHost], seed: int, copies: int
 ) -> tuple[Homes | None, str]:
-    names, room, homes = sorted(h.name for h in hosts), _Room(hosts), Homes()
+    names, room, homes = sorted(h.name for h in hosts), _HostRoom(hosts), Homes()
     by_name = sorted(shards, key=lambda s: s.file)
     shuffled = permutation(len(by_name), "place", seed)[range(len(by_name))]
     for place, index in enumerate(shuffled):
@@ -121,7 +122,7 @@ def _random(
 
 
 def _hash(
-    shards: Sequence[Shard], hosts: Sequence[Host], seed: int, copies: int
+    shards: Sequence[PlacedShard], hosts: Sequence[ShardHost], seed: int, copies: int
 ) -> tuple[Homes | None, str]:
     average = copies * len(shards) / max(1, len(hosts))
     bound = math.ceil((1 + SLACK) * average)
@@ -133,12 +134,12 @@ def _hash(
 
 
 def _bounded(
-    shards: Sequence[Shard], hosts: Sequence[Host], seed: int, copies: int, bound: int
+    shards: Sequence[PlacedShard], hosts: Sequence[ShardHost], seed: int, copies: int, bound: int
 ) -> Homes | None:
     """Consistent hashing with bounded loads (Mirrokni, Thorup and Zadimoghaddam, SODA 2018), where
     a full host's shards go on to the next host of the shard's own (rendezvous) order instead of the
     next on a ring: they spread over all hosts, and fewer follow when one joins or leaves."""
-    names, room, homes = [h.name for h in hosts], _Room(hosts), Homes()
+    names, room, homes = [h.name for h in hosts], _HostRoom(hosts), Homes()
     left = len(shards)
     for shard in sorted(shards, key=lambda s: (_score(seed, s.file), s.file)):
         wished = sorted(names, key=lambda host: (_score(seed, f"{host}\n{shard.file}"), host))
@@ -164,14 +165,14 @@ def _owed(free: dict[str, int], left: int, copies: int) -> list[str]:
 
 
 def _balanced(
-    shards: Sequence[Shard], hosts: Sequence[Host], seed: int, copies: int
+    shards: Sequence[PlacedShard], hosts: Sequence[ShardHost], seed: int, copies: int
 ) -> tuple[Homes | None, str]:
     """Largest first, each to the host that would finish it earliest.
 
     With one copy and enough room no host finishes later than the ideal (all bytes / all speeds)
     plus the time that the largest shard takes on a host of average speed.
     """
-    room, homes = _Room(hosts), Homes()
+    room, homes = _HostRoom(hosts), Homes()
     by_name = sorted(hosts, key=lambda h: h.name)
     for shard in sorted(shards, key=lambda s: (-s.nbytes, s.file)):
         ready = sorted(by_name, key=lambda h: (room.nbytes[h.name] + shard.nbytes) / h.speed)
@@ -194,8 +195,8 @@ POLICIES: dict[str, Policy] = {
 
 
 def place(
-    shards: Sequence[Shard],
-    hosts: Sequence[Host],
+    shards: Sequence[PlacedShard],
+    hosts: Sequence[ShardHost],
     policy: str = "hash",
     *,
     seed: int = 0,
@@ -212,7 +213,9 @@ def place(
     return Placement(homes, because)
 
 
-def _refuse(shards: Sequence[Shard], hosts: Sequence[Host], policy: str, copies: int) -> None:
+def _refuse(
+    shards: Sequence[PlacedShard], hosts: Sequence[ShardHost], policy: str, copies: int
+) -> None:
     if policy not in POLICIES:
         raise DataError(f"there is no placement '{policy}'; use {', '.join(sorted(POLICIES))}.")
     if not hosts:
@@ -228,8 +231,10 @@ def _refuse(shards: Sequence[Shard], hosts: Sequence[Host], policy: str, copies:
             raise DataError(f"host {host.name}: a speed of {host.speed} makes no sense.")
 
 
-def _where_there_is_room(shards: Sequence[Shard], hosts: Sequence[Host], copies: int) -> Homes:
-    room, homes = _Room(hosts), Homes()
+def _where_there_is_room(
+    shards: Sequence[PlacedShard], hosts: Sequence[ShardHost], copies: int
+) -> Homes:
+    room, homes = _HostRoom(hosts), Homes()
     for shard in sorted(shards, key=lambda s: (-s.nbytes, s.file)):
         roomiest = sorted(room.left, key=lambda host: (-room.left[host], host))
         held = room.take(shard, roomiest, copies)

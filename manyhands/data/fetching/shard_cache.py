@@ -29,10 +29,10 @@ from weakref import WeakSet
 
 import xxhash
 
-from manyhands.data.mapreduce.tasks import parse_bytes
 from manyhands.data.shards.manifest import ShardInfo
 from manyhands.data.shards.shard_file import check_blocks
 from manyhands.values.errors import DataError
+from manyhands.values.sizes import parse_bytes
 
 PATIENCE_S = 30.0
 """How long a fetch waits for others to let go of files when everything in the cache is in use."""
@@ -42,7 +42,7 @@ _OURS = re.compile(r"[0-9a-f]{32}-.*|\.[0-9a-f]{32}-.*\.draft")
 
 _IDENTITY = re.compile(r"[0-9a-f]{16}")
 
-Fetch = Callable[[BinaryIO], None]
+ShardFetch = Callable[[BinaryIO], None]
 """Writes the checked bytes of one shard."""
 
 
@@ -77,7 +77,7 @@ class Cache:
     def __reduce__(self) -> tuple[type["Cache"], tuple[Path, int | None, float]]:
         return Cache, (self.folder, self.limit, self.patience_s)
 
-    def hold(self, info: ShardInfo, fetch: Fetch) -> Path:
+    def hold(self, info: ShardInfo, fetch: ShardFetch) -> Path:
         """The shard's file, fetched where it is not here yet; one process fetches, others wait.
 
         It stays until as many calls of `release`, or until this process ends."""
@@ -112,7 +112,7 @@ class Cache:
                 self._add(key, -1)
 
     @contextmanager
-    def holding(self, info: ShardInfo, fetch: Fetch) -> Generator[Path]:
+    def holding(self, info: ShardInfo, fetch: ShardFetch) -> Generator[Path]:
         path = self.hold(info, fetch)
         try:
             yield path
@@ -187,7 +187,7 @@ class Cache:
             self._checked.add(key)
         return key in self._checked
 
-    def _fetch(self, key: str, info: ShardInfo, fetch: Fetch) -> int:
+    def _fetch(self, key: str, info: ShardInfo, fetch: ShardFetch) -> int:
         path, draft = self.folder / key, self.folder / f".{key}.draft"
         with _locked(self.folder / ".locks" / key):
             held = self._open(key, info)  # somebody may have fetched it while we waited

@@ -15,10 +15,10 @@ from typing import BinaryIO, Protocol
 
 import xxhash
 
-from manyhands.data.fetching import peers
-from manyhands.data.fetching.peers import TIMEOUT_S
+from manyhands.data.fetching import shard_server
 from manyhands.data.fetching.placement import Placement
 from manyhands.data.fetching.shard_cache import Cache
+from manyhands.data.fetching.shard_server import TIMEOUT_S
 from manyhands.data.shards.manifest import BLOCK_BYTES, ShardInfo
 from manyhands.data.shards.prepared_url import blocks_of, inside, join
 from manyhands.data.shards.shard_file import Damage, check_blocks
@@ -32,10 +32,10 @@ SUSPECT_S = 30.0
 AT_ONCE = 4
 """Shards that are fetched at a time before the start."""
 
-Report = Callable[[str], None]
+FailureReport = Callable[[str], None]
 """Told of sources that failed, one sentence each."""
 
-Progress = Callable[[int, int], None]
+BytesProgress = Callable[[int, int], None]
 """Told how many bytes are here, and how many there will be."""
 
 
@@ -57,7 +57,9 @@ class Transfer(Protocol):
 class Direct:
     """From shared storage: a folder's own files, or through a cache from a remote URL."""
 
-    def __init__(self, url: str, cache: Cache | None = None, report: Report | None = None) -> None:
+    def __init__(
+        self, url: str, cache: Cache | None = None, report: FailureReport | None = None
+    ) -> None:
         local = local_path(url)
         self.folder = None if local is None else Path(local)
         if self.folder is None and cache is None:
@@ -91,10 +93,10 @@ class Direct:
 class Replicate:
     """Everything is copied to the cache before the start, and local from then on."""
 
-    def __init__(self, url: str, cache: Cache, report: Report | None = None) -> None:
+    def __init__(self, url: str, cache: Cache, report: FailureReport | None = None) -> None:
         self.url, self.cache, self.report = url, cache, report
 
-    def fetch_all(self, shards: Sequence[ShardInfo], progress: Progress | None = None) -> None:
+    def fetch_all(self, shards: Sequence[ShardInfo], progress: BytesProgress | None = None) -> None:
         total, limit = sum(s.nbytes for s in shards), self.cache.limit
         if limit is not None and total > limit:
             raise DataError(
@@ -104,7 +106,9 @@ class Replicate:
             )
         _fetch_now(self, shards, progress)
 
-    def fetch_missing(self, shards: Sequence[ShardInfo], progress: Progress | None = None) -> None:
+    def fetch_missing(
+        self, shards: Sequence[ShardInfo], progress: BytesProgress | None = None
+    ) -> None:
         """Where others may have done it already. What is here is looked at when it is opened."""
         self.fetch_all([s for s in shards if self.cache.find(s) is None], progress)
 
@@ -141,7 +145,11 @@ class Peer:
     `peers` may be replaced at any time: hosts come and go."""
 
     def __init__(
-        self, url: str | None, cache: Cache, peers: Peers = NOBODY, report: Report | None = None
+        self,
+        url: str | None,
+        cache: Cache,
+        peers: Peers = NOBODY,
+        report: FailureReport | None = None,
     ) -> None:
         self.url, self.cache, self.peers, self.report = url, cache, peers, report
         self._suspect_until: dict[str, float] = {}
@@ -151,7 +159,9 @@ class Peer:
         """Whether others ask this host for it."""
         return self.peers.here in self.peers.placement.holders(info.file)
 
-    def fetch_kept(self, shards: Iterable[ShardInfo], progress: Progress | None = None) -> None:
+    def fetch_kept(
+        self, shards: Iterable[ShardInfo], progress: BytesProgress | None = None
+    ) -> None:
         """What the placement says that this host keeps for the others."""
         kept = set(self.peers.placement.kept_by(self.peers.here))
         _fetch_now(self, [s for s in shards if s.file in kept], progress)
@@ -162,7 +172,7 @@ class Peer:
     def release(self, info: ShardInfo) -> None:
         self.cache.release(info)
 
-    def _sources(self, info: ShardInfo) -> "list[Source]":
+    def _sources(self, info: ShardInfo) -> "list[ShardSource]":
         """Holders first, each host beginning with another; those that lately failed, last."""
         book, now = self.peers, time.monotonic()
         holders = list(book.placement.holders(info.file))
@@ -177,10 +187,10 @@ class Peer:
         last = [self._source(book, host) for host in holders if host not in good]
         return [*first, *origin, *last]
 
-    def _source(self, book: Peers, host: str) -> "Source":
+    def _source(self, book: Peers, host: str) -> "ShardSource":
         def blocks(info: ShardInfo, first: int) -> Iterator[bytes]:
             try:
-                yield from peers.fetch(
+                yield from shard_server.fetch(
                     book.addresses[host],
                     info,
                     book.credentials,
@@ -191,14 +201,14 @@ class Peer:
                 self._suspect_until[book.addresses[host]] = time.monotonic() + SUSPECT_S
                 raise
 
-        return Source(f"host {book.shown.get(host, host)}", blocks)
+        return ShardSource(f"host {book.shown.get(host, host)}", blocks)
 
 
 TRANSFERS = {"direct": Direct, "peer": Peer, "replicate": Replicate}
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class ShardSource:
     """Somewhere a shard can be had."""
 
     name: str
@@ -216,7 +226,10 @@ class _Wrong(OSError):
 
 
 def download(
-    info: ShardInfo, sources: Sequence[Source], file: BinaryIO, report: Report | None = None
+    info: ShardInfo,
+    sources: Sequence[ShardSource],
+    file: BinaryIO,
+    report: FailureReport | None = None,
 ) -> None:
     """Write the shard, each block from the first source that has it right."""
     done, problems, wrong = 0, list[str](), False
@@ -247,7 +260,7 @@ def _cure(wrong: bool) -> str:
     )
 
 
-def _good_blocks(info: ShardInfo, source: Source, first: int) -> Iterator[bytes]:
+def _good_blocks(info: ShardInfo, source: ShardSource, first: int) -> Iterator[bytes]:
     """All blocks from `first` on, each of them right; or _Unfit."""
     index = first
     try:
@@ -273,12 +286,14 @@ def _compare(info: ShardInfo, index: int, block: bytes) -> None:
 
 
 def _cached(
-    cache: Cache, info: ShardInfo, sources: Sequence[Source], report: Report | None
+    cache: Cache, info: ShardInfo, sources: Sequence[ShardSource], report: FailureReport | None
 ) -> Path:
     return cache.hold(info, lambda file: download(info, sources, file, report))
 
 
-def _fetch_now(transfer: Transfer, shards: Sequence[ShardInfo], progress: Progress | None) -> None:
+def _fetch_now(
+    transfer: Transfer, shards: Sequence[ShardInfo], progress: BytesProgress | None
+) -> None:
     total, here = sum(s.nbytes for s in shards), 0
 
     def fetch(info: ShardInfo) -> int:
@@ -297,13 +312,13 @@ def _fetch_now(transfer: Transfer, shards: Sequence[ShardInfo], progress: Progre
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _origin(url: str) -> list[Source]:
+def _origin(url: str) -> list[ShardSource]:
     """Asked twice, because stores far away stumble."""
 
     def blocks(info: ShardInfo, first: int) -> Iterator[bytes]:
         return blocks_of(join(url, info.file), BLOCK_BYTES, first)
 
-    source = Source(shown(url), blocks)
+    source = ShardSource(shown(url), blocks)
     return [source, source]
 
 

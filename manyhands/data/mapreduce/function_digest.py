@@ -17,7 +17,7 @@ from typing import Any, cast
 import numpy as np
 
 from manyhands.data.mapreduce.plain_values import NotPlain, encode
-from manyhands.data.mapreduce.tasks import digest_of
+from manyhands.data.mapreduce.resumable_tasks import digest_of
 
 
 def function_digest(*functions: Callable[..., Any] | None) -> str:

@@ -32,20 +32,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from manyhands.data.mapreduce.function_digest import function_digest
-from manyhands.data.mapreduce.plain_values import (
-    NotPlain,
-    decode,
-    encode,
-    encode_json,
-    key_bytes,
-    key_value,
-)
-from manyhands.data.mapreduce.results import WORK, Part, claim_folder, finish, write_lines
-from manyhands.data.mapreduce.sorting import (
+from manyhands.data.mapreduce.external_sort import (
     Pair,
     Range,
-    Run,
+    SortedRun,
     Sorter,
     block_bytes,
     cut,
@@ -55,16 +45,33 @@ from manyhands.data.mapreduce.sorting import (
     read_run,
     write_run,
 )
-from manyhands.data.mapreduce.tasks import Crew, Job, Submits, digest_of, parse_bytes
+from manyhands.data.mapreduce.function_digest import function_digest
+from manyhands.data.mapreduce.plain_values import (
+    NotPlain,
+    decode,
+    encode,
+    encode_json,
+    key_bytes,
+    key_value,
+)
+from manyhands.data.mapreduce.results_folder import (
+    WORK,
+    ResultsFile,
+    claim_folder,
+    finish,
+    write_lines,
+)
+from manyhands.data.mapreduce.resumable_tasks import Crew, DataTask, Submits, digest_of
 from manyhands.values.errors import DataError, DataTaskFailed, ManyhandsError
+from manyhands.values.sizes import parse_bytes
 from manyhands.values.task import user_traceback
 
 if TYPE_CHECKING:
-    from manyhands.data.mapreduce.rows import Rows
+    from manyhands.data.mapreduce.file_rows import FileRows
 
 Record = Any
 """None, bool, int, float, str, bytes, or a list or dict of these."""
-Source = Iterable[Record] | str | Path
+RecordSource = Iterable[Record] | str | Path
 Map = Callable[[Record], Any]
 Reduce = Callable[[Any, Iterator[Record]], Any]
 Key = Callable[[Record], Any]
@@ -78,7 +85,7 @@ MEMORY_BYTES = 64 << 10
 
 
 def map_reduce(
-    source: Source,
+    source: RecordSource,
     map: Map | None = None,
     reduce: Reduce | None = None,
     key: Key | None = None,
@@ -148,11 +155,11 @@ def _work_folder(to: Path | None, work: str | Path | None) -> Generator[Path]:
 # ---- map
 
 
-class Chunk(msgspec.Struct, frozen=True):
+class RecordChunk(msgspec.Struct, frozen=True):
     """Some neighbouring records of the source, on disk."""
 
     folder: str
-    run: Run
+    run: SortedRun
     first: int
     """The number of its first record."""
 
@@ -167,25 +174,27 @@ class Chunk(msgspec.Struct, frozen=True):
 
 
 class Mapped(msgspec.Struct, frozen=True):
-    runs: list[Run]
+    runs: list[SortedRun]
 
 
 def _map_all(
-    crew: Crew, source: Source, map: Map | None, key: Key | None, memory_bytes: int
-) -> list[Run]:
+    crew: Crew, source: RecordSource, map: Map | None, key: Key | None, memory_bytes: int
+) -> list[SortedRun]:
     for name in ("source", "runs", "results"):
         (crew.folder / name).mkdir(exist_ok=True)
     functions = function_digest(map, key)
-    jobs: list[Job] = []
+    jobs: list[DataTask] = []
     for chunk in _chunks(crew, source, memory_bytes):
         name = f"{len(jobs):06}"
         what = digest_of(functions, memory_bytes, msgspec.msgpack.encode(chunk))
         args = (crew.folder, name, chunk, map, key, memory_bytes)
-        jobs.append(Job(name, _map_chunk, args, chunk.nbytes, what))
+        jobs.append(DataTask(name, _map_chunk, args, chunk.nbytes, what))
     return [run for mapped in crew.do("map", jobs, Mapped) for run in mapped.runs]
 
 
-def _chunks(crew: Crew, source: Source, memory_bytes: int) -> Iterable["Chunk | Rows"]:
+def _chunks(
+    crew: Crew, source: RecordSource, memory_bytes: int
+) -> Iterable["RecordChunk | FileRows"]:
     most = min(CHUNK_BYTES, memory_bytes // 4)
     if isinstance(source, str | Path):
         return _rows(crew, [source], most)
@@ -194,18 +203,20 @@ def _chunks(crew: Crew, source: Source, memory_bytes: int) -> Iterable["Chunk | 
     return _written(crew.folder / "source", source, most, block_bytes(memory_bytes))
 
 
-def _rows(crew: Crew, files: Iterable[str | Path], most: int) -> "list[Rows]":
+def _rows(crew: Crew, files: Iterable[str | Path], most: int) -> "list[FileRows]":
     # Parsers of every format are imported by those who read files.
-    from manyhands.data.mapreduce.rows import stage_rows
+    from manyhands.data.mapreduce.file_rows import stage_rows
 
     return stage_rows(crew, [str(file) for file in files], most)
 
 
-def _written(folder: Path, source: Iterable[Record], most: int, limit: int) -> Iterator[Chunk]:
+def _written(
+    folder: Path, source: Iterable[Record], most: int, limit: int
+) -> Iterator[RecordChunk]:
     """Records go to disk as they come."""
     first = 0
     for some, _ in cut(((b"", value) for value in _encoded(source)), most):
-        yield Chunk(str(folder), write_run(folder, f"{first:012}.run", some, limit), first)
+        yield RecordChunk(str(folder), write_run(folder, f"{first:012}.run", some, limit), first)
         first += len(some)
 
 
@@ -228,7 +239,7 @@ def _encoded(source: Iterable[Record]) -> Iterator[bytes]:
 def _map_chunk(
     folder: Path,
     name: str,
-    chunk: "Chunk | Rows",
+    chunk: "RecordChunk | FileRows",
     map: Map | None,
     key: Key | None,
     memory_bytes: int,
@@ -284,22 +295,22 @@ def _not_plain(what: str, trouble: NotPlain) -> str:
 # ---- merge, when there are more runs than can be merged at once
 
 
-def _fewer(crew: Crew, runs: list[Run], memory_bytes: int) -> list[Run]:
+def _fewer(crew: Crew, runs: list[SortedRun], memory_bytes: int) -> list[SortedRun]:
     most, level = fan_in(memory_bytes), 1
     while len(runs) > most:
-        jobs: list[Job] = []
+        jobs: list[DataTask] = []
         for start in range(0, len(runs), most):
             some = runs[start : start + most]
             name = f"{len(jobs):06}"
             args = (crew.folder / "runs", f"merged-{level}-{name}.run", some, memory_bytes)
             what = digest_of(memory_bytes, msgspec.msgpack.encode(some))
             nbytes = sum(block.nbytes for run in some for block in run.blocks)
-            jobs.append(Job(name, _merge, args, nbytes, what))
-        runs, level = crew.do(f"merge-{level}", jobs, Run), level + 1
+            jobs.append(DataTask(name, _merge, args, nbytes, what))
+        runs, level = crew.do(f"merge-{level}", jobs, SortedRun), level + 1
     return runs
 
 
-def _merge(folder: Path, name: str, runs: Sequence[Run], memory_bytes: int) -> Run:
+def _merge(folder: Path, name: str, runs: Sequence[SortedRun], memory_bytes: int) -> SortedRun:
     return write_run(folder, name, merged(folder, runs), block_bytes(memory_bytes))
 
 
@@ -307,17 +318,17 @@ def _merge(folder: Path, name: str, runs: Sequence[Run], memory_bytes: int) -> R
 
 
 def _reduce_all(
-    crew: Crew, runs: list[Run], reduce: Reduce | None, to: Path | None, memory_bytes: int
-) -> list[Part]:
+    crew: Crew, runs: list[SortedRun], reduce: Reduce | None, to: Path | None, memory_bytes: int
+) -> list[ResultsFile]:
     function = function_digest(reduce)
-    jobs: list[Job] = []
+    jobs: list[DataTask] = []
     for part in ranges(runs, min(SHARE_BYTES, memory_bytes)):
         name = f"{len(jobs):05}"
         what = digest_of(function, memory_bytes, str(to), msgspec.msgpack.encode(part))
         args = (crew.folder, name, part, reduce, to, memory_bytes)
         nbytes = sum(block.nbytes for run in part.runs for block in run.blocks)
-        jobs.append(Job(name, _reduce_range, args, nbytes, what))
-    return crew.do("reduce", jobs, Part)
+        jobs.append(DataTask(name, _reduce_range, args, nbytes, what))
+    return crew.do("reduce", jobs, ResultsFile)
 
 
 def _reduce_range(
@@ -327,7 +338,7 @@ def _reduce_range(
     reduce: Reduce | None,
     to: Path | None,
     memory_bytes: int,
-) -> Part:
+) -> ResultsFile:
     groups = groupby(part.pairs(folder / "runs"), key=itemgetter(0))
     if to is not None:
         lines = (
@@ -337,7 +348,7 @@ def _reduce_range(
     results = (value for key, pairs in groups for value in _reduced(key, pairs, reduce, encode))
     limit = block_bytes(memory_bytes)
     run = write_run(folder / "results", f"{name}.run", ((b"", v) for v in results), limit)
-    return Part(run=run)
+    return ResultsFile(run=run)
 
 
 def _reduced(

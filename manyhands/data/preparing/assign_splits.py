@@ -25,12 +25,12 @@ from numpy.typing import NDArray
 from manyhands.data.columns.arrays import compute
 from manyhands.data.columns.hashing import Hashes, hash_rows, near
 from manyhands.data.columns.schema import ID
-from manyhands.data.mapreduce.shuffle import bucket_of
+from manyhands.data.mapreduce.external_shuffle import bucket_of
 from manyhands.data.sources.staging import read_piece
-from manyhands.data.splitting.leakage import Report, shared
-from manyhands.data.splitting.links import Links, linked, linking
-from manyhands.data.splitting.split import NOWHERE, Rule, assign, instants, keys
-from manyhands.data.statistics.quantile import Quantile
+from manyhands.data.splitting.leakage import LeakageReport, shared
+from manyhands.data.splitting.linked_records import KeyLinks, linked, linking
+from manyhands.data.splitting.split_rule import NOWHERE, SplitRule, assign, instants, keys
+from manyhands.data.statistics.exact_quantiles import Quantile
 from manyhands.values.rundir import write_whole
 
 MOST_LABELS = 1000
@@ -72,11 +72,11 @@ class Leaks(msgspec.Struct, frozen=True):
 class Division:
     """How all records are divided."""
 
-    rule: Rule
+    rule: SplitRule
     stems: list[str]
     """Of each piece: where its rows' splits are."""
     pieces: list[Divided]
-    report: Report
+    report: LeakageReport
     names: Names
 
 
@@ -89,7 +89,7 @@ def contents(table: pa.Table, names: Names) -> Hashes:
 
 
 def pair(
-    piece: str, types: Mapping[str, str], names: Names, rule: Rule, parts: int, stem: str
+    piece: str, types: Mapping[str, str], names: Names, rule: SplitRule, parts: int, stem: str
 ) -> None:
     """(id, key) of each row, in partitions by id."""
     table = read_piece(Path(piece), types)
@@ -112,7 +112,9 @@ def join_links(files: Sequence[str], to: Path) -> None:
     write_whole(to, linked(ids, found).dump())
 
 
-def count_times(piece: str, types: Mapping[str, str], rule: Rule, quantile: Quantile) -> Counted:
+def count_times(
+    piece: str, types: Mapping[str, str], rule: SplitRule, quantile: Quantile
+) -> Counted:
     """What a round of the search for the moments asks of one piece."""
     table = read_piece(Path(piece), {rule.column: types[rule.column]})
     return Counted(quantile.partial(instants(rule, table)))
@@ -125,7 +127,7 @@ def divide(
     piece: str,
     types: Mapping[str, str],
     names: Names,
-    rule: Rule,
+    rule: SplitRule,
     links: str,
     parts: int,
     stem: str,
@@ -133,7 +135,7 @@ def divide(
     """Writes `stem`.npy, one int8 for each row, and what the search for leaks reads."""
     table = read_piece(Path(piece), types)
     hashes = contents(table, names)
-    splits = assign(rule, table, hashes, Links.load(Path(links)) if links else None)
+    splits = assign(rule, table, hashes, KeyLinks.load(Path(links)) if links else None)
     _save(f"{stem}.npy", splits)
     told_apart = [
         near(table.column(names.id)) if names.id else None,

@@ -21,15 +21,15 @@ from manyhands.data.columns.hashing import mix64
 from manyhands.data.columns.schema import ID, Schema
 from manyhands.data.encoding.column_facts import collect
 from manyhands.data.encoding.encoders import attempt
-from manyhands.data.encoding.fitting import Fitted
-from manyhands.data.encoding.pack import pack
+from manyhands.data.encoding.fitted_encoders import Fitted
+from manyhands.data.encoding.pack_columns import pack
 from manyhands.data.encoding.requested_encoding import Encoding
-from manyhands.data.encoding.unseen import unseen
-from manyhands.data.mapreduce.shuffle import KEY, Spilled, gather, spill
+from manyhands.data.encoding.unseen_values import unseen
+from manyhands.data.mapreduce.external_shuffle import KEY, Spilled, gather, spill
 from manyhands.data.preparing.assign_splits import load_splits
-from manyhands.data.preparing.balance import balance, resample, sample
+from manyhands.data.preparing.balance_classes import balance, resample, sample
+from manyhands.data.preparing.lineage import Account, by_class, sampled_out
 from manyhands.data.preparing.recipe import SUFFIX, WEIGHT, Recipe
-from manyhands.data.preparing.record_accounts import Account, by_class, sampled_out
 from manyhands.data.shards.manifest import ShardInfo
 from manyhands.data.shards.shard_file import write_shard
 from manyhands.data.shards.shard_formats import write_parquet, write_tfrecord
@@ -40,7 +40,7 @@ _COPY_BITS, MOST_COPIES = 55, 127
 """Copies of a record are told apart above its id."""
 
 
-class Plan(msgspec.Struct, frozen=True):
+class EncodingPlan(msgspec.Struct, frozen=True):
     """What every task of `apply` needs to know; kept in a file."""
 
     raw: Schema
@@ -71,7 +71,7 @@ class Applied(msgspec.Struct, frozen=True):
     account: Account
 
 
-class Shard(msgspec.Struct, frozen=True):
+class WrittenShard(msgspec.Struct, frozen=True):
     info: ShardInfo
     labels: dict[str, int]
 
@@ -109,7 +109,7 @@ def fit(
 
 
 def apply(piece: str, stem: str, plan_file: str, buckets: Sequence[int], to: str) -> Applied:
-    plan = msgspec.json.decode(Path(plan_file).read_bytes(), type=Plan)
+    plan = msgspec.json.decode(Path(plan_file).read_bytes(), type=EncodingPlan)
     table, splits = read_rows(piece, plan.raw, plan.pack, stem, plan.sample)
     encoded, sides, refused, account = encode_rows(table, splits, plan)
     keys = mix64(plan.seed, encoded.column(ID).to_numpy())
@@ -120,7 +120,7 @@ def apply(piece: str, stem: str, plan_file: str, buckets: Sequence[int], to: str
 
 
 def encode_rows(
-    table: pa.Table, splits: NDArray[np.int8], plan: Plan
+    table: pa.Table, splits: NDArray[np.int8], plan: EncodingPlan
 ) -> tuple[pa.Table, NDArray[np.int8], list[tuple[int, str]], Account]:
     """Rows as they will stand in shards, the split of each, the rows that cannot, and what is to
     be told of them."""
@@ -143,7 +143,7 @@ def encode_rows(
     return encoded, sides, refused, Account(resampled=more, unseen=strange)
 
 
-def weighed(encoded: pa.Table, sides: NDArray[np.int8], plan: Plan) -> pa.Table:
+def weighed(encoded: pa.Table, sides: NDArray[np.int8], plan: EncodingPlan) -> pa.Table:
     """Training records with the weight of their label; the others with 1."""
     labels = encoded.column(plan.label).to_numpy()
     weights = np.append(balance(plan.counts), np.float32(1.0))
@@ -153,7 +153,7 @@ def weighed(encoded: pa.Table, sides: NDArray[np.int8], plan: Plan) -> pa.Table:
 
 
 def balanced(
-    encoded: pa.Table, sides: NDArray[np.int8], plan: Plan
+    encoded: pa.Table, sides: NDArray[np.int8], plan: EncodingPlan
 ) -> tuple[pa.Table, NDArray[np.int8], dict[str, int]]:
     """Training records left out or repeated by their label, the others once; and by label, how
     many more there are now."""
@@ -173,7 +173,7 @@ def balanced(
 
 def shuffle(
     index_file: str, split: int, bucket: int, to: str, recipe: Recipe, schema: Schema, label: str
-) -> Shard:
+) -> WrittenShard:
     spills = [Path(p) for p in Path(index_file).read_text().splitlines()]
     table = gather(spills, split, bucket).drop_columns([KEY])
     table = table.select([c.name for c in schema])
@@ -182,7 +182,7 @@ def shuffle(
     if label:
         values, counts = np.unique(table.column(label).to_numpy(), return_counts=True)
         counted = {str(v): int(n) for v, n in zip(values.tolist(), counts.tolist(), strict=True)}
-    return Shard(info, counted)
+    return WrittenShard(info, counted)
 
 
 def write_records(path: Path, table: pa.Table, recipe: Recipe) -> ShardInfo:

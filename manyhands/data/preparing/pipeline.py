@@ -24,27 +24,27 @@ from typing import Any, get_args
 import msgspec
 
 from manyhands.data.columns.schema import RECORD_BITS
-from manyhands.data.mapreduce.tasks import Crew, parse_bytes
+from manyhands.data.mapreduce.resumable_tasks import Crew
 from manyhands.data.preparing import write_shards
 from manyhands.data.preparing.assign_splits import Division
-from manyhands.data.preparing.output_folder import (
-    Site,
-    bars,
-    claim,
-    target_bytes,
-    tidy,
-    work_folder,
-)
-from manyhands.data.preparing.phases import Pieces, divide_all, group_of, stage_all
 from manyhands.data.preparing.recipe import (
     Balance,
-    Format,
     Recipe,
+    ShardFormat,
     choice,
     read_on_error,
     read_pairs,
     refuse_finished,
     settle_roles,
+)
+from manyhands.data.preparing.split_pieces import Pieces, divide_all, group_of, stage_all
+from manyhands.data.preparing.work_folder import (
+    Preparation,
+    bars,
+    claim,
+    target_bytes,
+    tidy,
+    work_folder,
 )
 from manyhands.data.shards.manifest import Manifest, write_manifest
 from manyhands.data.sources.cutting.source import Bad, Source
@@ -54,9 +54,10 @@ from manyhands.data.sources.staging import (
     read_bad,
     too_many,
 )
-from manyhands.data.splitting.split import folds, parse_split
+from manyhands.data.splitting.split_rule import folds, parse_split
 from manyhands.values.errors import DataError
 from manyhands.values.rundir import write_whole
+from manyhands.values.sizes import parse_bytes
 from manyhands.values.version import VERSION
 
 Pairs = Mapping[str, str] | Sequence[str]
@@ -126,7 +127,7 @@ def prepare(
             "drop": list(drop),
             "balance": choice("balance", balance, get_args(Balance)),
             "sample": sample,
-            "format": choice("format", format, get_args(Format)),
+            "format": choice("format", format, get_args(ShardFormat)),
             "compression": choice("compression", compression, ("", "lz4", "zstd")),
             "shard_bytes": parse_bytes(shard_size),
             "skip": read_on_error(on_error),
@@ -160,10 +161,10 @@ def prepare(
         key = recipe.digest(options, target, *_facts(opened))
         claim(work, key, folder)
         with Crew(work, workers=workers, executor=executor, progress=progress) as crew:
-            site = Site(folder, recipe, crew, limit, target, key, quiet)
+            prep = Preparation(folder, recipe, crew, limit, target, key, quiet)
             for note in (note for source in opened for note in source.notes):
-                site.note(note)
-            manifest = _make(site, opened)
+                prep.note(note)
+            manifest = _make(prep, opened)
         shutil.rmtree(work, ignore_errors=True)
     return manifest
 
@@ -192,33 +193,33 @@ def _size_of(sources: Sequence[Source]) -> int | None:
     return sum(p.stat().st_size for p in paths) if all(p.is_file() for p in paths) else None
 
 
-def _make(site: Site, sources: Sequence[Source]) -> Manifest:
-    recipe = site.recipe
-    pieces = stage_all(site, sources)
+def _make(prep: Preparation, sources: Sequence[Source]) -> Manifest:
+    recipe = prep.recipe
+    pieces = stage_all(prep, sources)
     rule = folds(recipe.folds, group_of(recipe)) if recipe.folds else parse_split(recipe.split)
-    division = divide_all(site, pieces, rule)
+    division = divide_all(prep, pieces, rule)
     made = [
-        write_shards.make(site, pieces.paths, pieces.schema, division, held_out=held_out)
+        write_shards.make(prep, pieces.paths, pieces.schema, division, held_out=held_out)
         for held_out in (range(recipe.folds) if recipe.folds else (None,))
     ]
-    bad = _left_out(site, pieces, division, made[0].refused)
-    lineage = _lineage(site, pieces, division, len(bad))
+    bad = _left_out(prep, pieces, division, made[0].refused)
+    lineage = _lineage(prep, pieces, division, len(bad))
     finished = [
         msgspec.structs.replace(m.manifest, lineage=lineage | m.manifest.lineage) for m in made
     ]
     for k, manifest in enumerate(finished):
         for note in manifest.lineage["notes"]:
-            site.note(f"fold {k}: {note}" if recipe.folds else note)
+            prep.note(f"fold {k}: {note}" if recipe.folds else note)
     if bad:
         lines = b"".join(msgspec.json.encode(b) + b"\n" for b in bad)
-        write_whole(site.folder / SKIPPED, lines)
+        write_whole(prep.folder / SKIPPED, lines)
         plural = "records were" if len(bad) > 1 else "record was"
-        site.note(f"{len(bad):,} {plural} left out: see {site.folder / SKIPPED}")
+        prep.note(f"{len(bad):,} {plural} left out: see {prep.folder / SKIPPED}")
     if not recipe.folds:
-        write_manifest(site.folder, finished[0])
+        write_manifest(prep.folder, finished[0])
         return finished[0]
     for held_out, manifest in enumerate(finished):
-        write_manifest(site.folder / f"fold-{held_out}", manifest)
+        write_manifest(prep.folder / f"fold-{held_out}", manifest)
     whole = msgspec.structs.replace(
         finished[0],
         schema=(),
@@ -228,7 +229,7 @@ def _make(site: Site, sources: Sequence[Source]) -> Manifest:
         lineage=lineage,
         folds=recipe.folds,
     )
-    write_manifest(site.folder, msgspec.structs.replace(whole, split=f"folds={recipe.folds}"))
+    write_manifest(prep.folder, msgspec.structs.replace(whole, split=f"folds={recipe.folds}"))
     return whole
 
 
@@ -236,7 +237,7 @@ def _make(site: Site, sources: Sequence[Source]) -> Manifest:
 
 
 def _left_out(
-    site: Site, pieces: Pieces, division: Division, refused: Sequence[tuple[int, str]]
+    prep: Preparation, pieces: Pieces, division: Division, refused: Sequence[tuple[int, str]]
 ) -> list[Bad]:
     """Every record that is in no shard, with the reason; more than may be skipped is an error."""
     what = f"its '{division.rule.column}' is missing, so it belongs to no split"
@@ -246,17 +247,17 @@ def _left_out(
         for record, why in sorted([*nowhere, *refused])
     ]
     bad = [*read_bad(pieces.folder, pieces.stages), *late]
-    if len(bad) > site.recipe.skip:
-        raise DataError(too_many(bad, site.recipe.skip))
+    if len(bad) > prep.recipe.skip:
+        raise DataError(too_many(bad, prep.recipe.skip))
     return bad
 
 
-def _lineage(site: Site, pieces: Pieces, division: Division, skipped: int) -> dict[str, Any]:
+def _lineage(prep: Preparation, pieces: Pieces, division: Division, skipped: int) -> dict[str, Any]:
     return {
         "files": pieces.files,
         "records": pieces.records,
         "skipped": skipped,
-        "recipe": msgspec.to_builtins(site.recipe),
+        "recipe": msgspec.to_builtins(prep.recipe),
         "rule": msgspec.to_builtins(division.rule),
         "made_by": f"manyhands {VERSION}",
     }

@@ -13,16 +13,16 @@ from typing import Literal
 
 import msgspec
 
-from manyhands.data.columns.schema import ROLES, Role, type_of
+from manyhands.data.columns.schema import MANIFEST, ROLES, Role, type_of
 from manyhands.values.errors import DataError
 
-Format = Literal["arrow", "parquet", "tfrecord"]
+ShardFormat = Literal["arrow", "parquet", "tfrecord"]
 Balance = Literal["", "weight", "under", "over"]
 
 WEIGHT = "weight"
 """The column that `balance = "weight"` adds."""
 
-SUFFIX: dict[Format, str] = {"arrow": "arrow", "parquet": "parquet", "tfrecord": "tfrecord"}
+SUFFIX: dict[ShardFormat, str] = {"arrow": "arrow", "parquet": "parquet", "tfrecord": "tfrecord"}
 
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -43,7 +43,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Patterns of columns; left out, all are kept."""
     balance: Balance = ""
     sample: float = 1.0
-    format: Format = "arrow"
+    format: ShardFormat = "arrow"
     compression: Literal["", "lz4", "zstd"] = ""
     shard_bytes: int = 64 << 20
     skip: int = 0
@@ -138,7 +138,7 @@ def settle_roles(
 
 def refuse_finished(folder: Path) -> None:
     """Data that somebody may be training on is never written over."""
-    if (folder / "manifest.json").exists():
+    if (folder / MANIFEST).exists():
         raise DataError(
             f"{folder} already holds a prepared data set. Look at it with `manyhands data {folder}`"
             ", choose another folder, or remove it first."

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from manyhands.data.columns.schema import ID, Column, Schema, column_of
-from manyhands.data.encoding.column_facts import Facts, merge, statistics
+from manyhands.data.encoding.column_facts import ColumnFacts, merge, statistics
 from manyhands.data.encoding.encoders import (
     Encoders,
     attempt,
@@ -22,17 +22,23 @@ from manyhands.data.encoding.encoders import (
     finish,
     refuse_clashes,
 )
-from manyhands.data.encoding.fitting import Classes, Fitted
-from manyhands.data.encoding.pack import match, pack, packed_schema
+from manyhands.data.encoding.fitted_encoders import Classes, Fitted
+from manyhands.data.encoding.pack_columns import match, pack, packed_schema
 from manyhands.data.encoding.requested_encoding import Encoding, parse_encoding, with_missing
-from manyhands.data.mapreduce.shuffle import buckets_for
-from manyhands.data.mapreduce.tasks import Job, digest_of
+from manyhands.data.mapreduce.external_shuffle import buckets_for
+from manyhands.data.mapreduce.resumable_tasks import DataTask, digest_of
 from manyhands.data.preparing import encode_pieces
 from manyhands.data.preparing.assign_splits import Division
-from manyhands.data.preparing.encode_pieces import MOST_COPIES, Applied, Fit, Plan, Shard
-from manyhands.data.preparing.output_folder import Site
+from manyhands.data.preparing.encode_pieces import (
+    MOST_COPIES,
+    Applied,
+    EncodingPlan,
+    Fit,
+    WrittenShard,
+)
+from manyhands.data.preparing.lineage import lineage_of, merged
 from manyhands.data.preparing.recipe import WEIGHT
-from manyhands.data.preparing.record_accounts import lineage_of, merged
+from manyhands.data.preparing.work_folder import Preparation
 from manyhands.data.shards.manifest import VERSION, Manifest, SplitInfo, read_manifest
 from manyhands.data.sources.staging import read_piece
 from manyhands.values.errors import DataError
@@ -52,7 +58,7 @@ class Made:
 
 
 def make(
-    site: Site,
+    prep: Preparation,
     pieces: Sequence[str],
     raw: Schema,
     division: Division,
@@ -60,34 +66,34 @@ def make(
     held_out: int | None = None,
 ) -> Made:
     """One data set: with the division's splits, or with one fold held out."""
-    recipe = site.recipe
+    recipe = prep.recipe
     prefix = "" if held_out is None else f"fold-{held_out}-"
-    folder = site.folder if held_out is None else site.folder / f"fold-{held_out}"
+    folder = prep.folder if held_out is None else prep.folder / f"fold-{held_out}"
     folder.mkdir(exist_ok=True)
     names, sides = division.rule.names, list(range(len(division.rule.names)))
     if held_out is not None:
         names, sides = ("train", "test"), [int(k == held_out) for k in sides]
     elif recipe.like and names == ("train",):
         names = ("test",)
-    fitter = _Fitter(site, pieces, raw, division, prefix)
+    fitter = _Fitter(prep, pieces, raw, division, prefix)
     fitted, told = fitter.like() if recipe.like else fitter.fit(sides)
     plan = fitter.plan(fitted, sides)
     schema = encoded_schema((Column(ID, "int64", "id"), *fitter.packed), fitted)
     if recipe.balance == "weight":
         schema = (*schema, Column(WEIGHT, "float32", "weight"))
         refuse_clashes(schema)
-    plan_file = site.work / f"{prefix}plan.json"
+    plan_file = prep.work / f"{prefix}plan.json"
     write_whole(plan_file, msgspec.json.encode(plan))
-    key = digest_of(site.key, msgspec.json.encode(plan))
+    key = digest_of(prep.key, msgspec.json.encode(plan))
     buckets = fitter.buckets(plan, len(names))
 
-    spills = site.work / f"{prefix}spills"
+    spills = prep.work / f"{prefix}spills"
     spills.mkdir(exist_ok=True)
     paths = [spills / f"{k:06}.spill" for k in range(len(pieces))]
-    applied = site.crew.do(
+    applied = prep.crew.do(
         f"{prefix}apply",
         [
-            Job(
+            DataTask(
                 f"{k:06}",
                 encode_pieces.apply,
                 (piece, stem, str(plan_file), buckets, str(path)),
@@ -102,10 +108,10 @@ def make(
     label = plan.label if isinstance(fitted.get(plan.label), Classes) else ""
     wanted = [(split, bucket) for split in range(len(names)) for bucket in range(buckets[split])]
     stems = [f"{names[split]}-{bucket:05}" for split, bucket in wanted]
-    shards = site.crew.do(
+    shards = prep.crew.do(
         f"{prefix}shuffle",
         [
-            Job(
+            DataTask(
                 stem,
                 encode_pieces.shuffle,
                 (str(index), *place, str(folder / stem), recipe, schema, label),
@@ -113,9 +119,9 @@ def make(
             )
             for stem, place in zip(stems, wanted, strict=True)
         ],
-        Shard,
+        WrittenShard,
     )
-    by_split: dict[str, list[Shard]] = {name: [] for name in names}
+    by_split: dict[str, list[WrittenShard]] = {name: [] for name in names}
     for (split, _), shard in zip(wanted, shards, strict=True):
         by_split[names[split]].append(shard)
     for name, found in by_split.items():
@@ -139,7 +145,7 @@ def make(
     return Made(manifest, [found for a in applied for found in a.refused])
 
 
-def _split_info(shards: Sequence[Shard], classes: Fitted | None) -> SplitInfo:
+def _split_info(shards: Sequence[WrittenShard], classes: Fitted | None) -> SplitInfo:
     counts: dict[str, int] = {}
     for shard in shards:
         for place, count in shard.labels.items():
@@ -163,10 +169,10 @@ class _Fitter:
     """Fitting, and what is known before it."""
 
     def __init__(
-        self, site: Site, pieces: Sequence[str], raw: Schema, division: Division, prefix: str
+        self, prep: Preparation, pieces: Sequence[str], raw: Schema, division: Division, prefix: str
     ) -> None:
-        self.site, self.pieces, self.raw, self.division = site, pieces, raw, division
-        self.prefix, self.recipe = prefix, site.recipe
+        self.prep, self.pieces, self.raw, self.division = prep, pieces, raw, division
+        self.prefix, self.recipe = prefix, prep.recipe
         names = [c.name for c in raw]
         self.groups = {name: match(p, names) for name, p in self.recipe.pack.items()}
         self.packed = packed_schema(raw, self.groups)
@@ -174,12 +180,12 @@ class _Fitter:
     def fit(self, sides: Sequence[int]) -> tuple[dict[str, Fitted], dict[str, Any]]:
         """Encoders, and statistics for people, from the training records."""
         asked = self._asked()
-        folder = self.site.work / f"{self.prefix}facts"
+        folder = self.prep.work / f"{self.prefix}facts"
         folder.mkdir(exist_ok=True)
         training = [k for k, side in enumerate(sides) if side == 0]
-        key = digest_of(self.site.key, repr((asked, training)))
+        key = digest_of(self.prep.key, repr((asked, training)))
         jobs = [
-            Job(
+            DataTask(
                 f"{k:06}",
                 encode_pieces.fit,
                 (
@@ -197,7 +203,7 @@ class _Fitter:
             )
             for k, (piece, stem) in enumerate(zip(self.pieces, self.division.stems, strict=True))
         ]
-        done = self.site.crew.do(f"{self.prefix}fit", jobs, Fit)
+        done = self.prep.crew.do(f"{self.prefix}fit", jobs, Fit)
         facts = merge(Path(d.file).read_bytes() for d in done)
         fitted = {c.name: self._finish(c, facts[c.name], asked.get(c.name)) for c in self.packed}
         return fitted, {name: statistics(f) for name, f in facts.items()}
@@ -214,7 +220,7 @@ class _Fitter:
                     asked[name] = with_missing(asked[name], how)
         return asked
 
-    def _finish(self, column: Column, facts: Facts, asked: Encoding | None) -> Fitted:
+    def _finish(self, column: Column, facts: ColumnFacts, asked: Encoding | None) -> Fitted:
         encoding = asked
         if encoding is None:
             encoding, reason = choose(column, facts)
@@ -222,7 +228,7 @@ class _Fitter:
                 if column.name in match([pattern], [c.name for c in self.packed]):
                     encoding = with_missing(encoding, how)
             if encoding.kind == "drop":
-                self.site.note(f"column '{column.name}' is left out: {reason}")
+                self.prep.note(f"column '{column.name}' is left out: {reason}")
         return finish(encoding, facts)
 
     def like(self) -> tuple[dict[str, Fitted], dict[str, Any]]:
@@ -235,7 +241,7 @@ class _Fitter:
                 column_of(self.packed, name)
         return {name: fit for name, fit in fitted.items() if name in there}, other.statistics
 
-    def plan(self, fitted: Mapping[str, Fitted], sides: Sequence[int]) -> Plan:
+    def plan(self, fitted: Mapping[str, Fitted], sides: Sequence[int]) -> EncodingPlan:
         label = self.division.names.label or _class_label(fitted)
         counts: list[int] = []
         if self.recipe.balance:
@@ -254,7 +260,7 @@ class _Fitter:
                 raise DataError(
                     f"--balance over would repeat records {most:,.0f} times; use weight or under."
                 )
-        return Plan(
+        return EncodingPlan(
             raw=self.raw,
             sides=list(sides),
             fitted=dict(fitted),
@@ -267,7 +273,7 @@ class _Fitter:
             like=bool(self.recipe.like),
         )
 
-    def buckets(self, plan: Plan, splits: int) -> list[int]:
+    def buckets(self, plan: EncodingPlan, splits: int) -> list[int]:
         """How many shards each split gets, from the size of the first records when encoded."""
         types = {c.name: c.type for c in self.raw}
         table = read_piece(Path(self.pieces[0]), types).slice(0, _SAMPLE_ROWS)
@@ -278,6 +284,6 @@ class _Fitter:
         for divided in self.division.pieces:
             for k, side in enumerate(plan.sides):
                 nbytes[side] += divided.nbytes[k] * grows * plan.sample
-        if self.recipe.shard_bytes > self.site.memory // _LEAST_BUCKET:
-            self.site.note("a shard takes much of the memory; a smaller --shard-size takes less")
+        if self.recipe.shard_bytes > self.prep.memory // _LEAST_BUCKET:
+            self.prep.note("a shard takes much of the memory; a smaller --shard-size takes less")
         return buckets_for(map(round, nbytes), self.recipe.shard_bytes)

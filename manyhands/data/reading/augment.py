@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from manyhands.data.reading.draw import Draw, Transform
-from manyhands.data.reading.pixels import (
+from manyhands.data.columns.array_types import AnyArray
+from manyhands.data.ordering.record_randomness import Draw, Transform
+from manyhands.data.reading.augment_images import (
     Brightness,
     Contrast,
     Normalise,
-    Numbers,
+    PerChannel,
     RandomCrop,
     RandomErase,
     RandomFlip,
@@ -50,8 +50,7 @@ __all__ = [
     "Transform",
 ]
 
-Batch = dict[str, Any]
-Array = NDArray[Any]
+ColumnBatch = dict[str, Any]
 
 
 class Compose:
@@ -60,7 +59,7 @@ class Compose:
     def __init__(self, *transforms: Transform) -> None:
         self.transforms = transforms
 
-    def __call__(self, batch: Batch, draw: Draw) -> Batch:
+    def __call__(self, batch: ColumnBatch, draw: Draw) -> ColumnBatch:
         for i, transform in enumerate(self.transforms):
             batch = transform(batch, draw.within(i))
         return batch
@@ -79,7 +78,7 @@ class TokenDrop:
     column: str
     p: float = 0.1
 
-    def __call__(self, batch: Batch, draw: Draw) -> Batch:
+    def __call__(self, batch: ColumnBatch, draw: Draw) -> ColumnBatch:
         if not draw.training:
             return batch
         tokens, inside = _tokens(batch, self.column)
@@ -99,7 +98,7 @@ class TokenMask:
     mask: int
     p: float = 0.15
 
-    def __call__(self, batch: Batch, draw: Draw) -> Batch:
+    def __call__(self, batch: ColumnBatch, draw: Draw) -> ColumnBatch:
         if not draw.training:
             return batch
         tokens, inside = _tokens(batch, self.column)
@@ -114,7 +113,7 @@ class TokenSwap:
     column: str
     p: float = 0.1
 
-    def __call__(self, batch: Batch, draw: Draw) -> Batch:
+    def __call__(self, batch: ColumnBatch, draw: Draw) -> ColumnBatch:
         if not draw.training:
             return batch
         tokens, inside = _tokens(batch, self.column)
@@ -135,9 +134,9 @@ class FeatureNoise:
     """Normal noise of this deviation is added."""
 
     column: str
-    deviation: Numbers = 0.1
+    deviation: PerChannel = 0.1
 
-    def __call__(self, batch: Batch, draw: Draw) -> Batch:
+    def __call__(self, batch: ColumnBatch, draw: Draw) -> ColumnBatch:
         if not draw.training:
             return batch
         features = array_of(batch, self.column)
@@ -152,9 +151,9 @@ class FeatureDropout:
 
     column: str
     p: float = 0.1
-    fill: Numbers = 0.0
+    fill: PerChannel = 0.0
 
-    def __call__(self, batch: Batch, draw: Draw) -> Batch:
+    def __call__(self, batch: ColumnBatch, draw: Draw) -> ColumnBatch:
         if not draw.training:
             return batch
         features = array_of(batch, self.column)
@@ -163,7 +162,7 @@ class FeatureDropout:
         return with_column(batch, self.column, np.where(gone, fill, features))
 
 
-def _tokens(batch: Batch, column: str) -> tuple[Array, Array]:
+def _tokens(batch: ColumnBatch, column: str) -> tuple[AnyArray, AnyArray]:
     """Tokens, and which of them are inside their row."""
     tokens = array_of(batch, column)
     if tokens.ndim != 2 or f"{column}_length" not in batch:

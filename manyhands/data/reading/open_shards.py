@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from manyhands.data.shards.shard_file import OpenShard
 
 
-class Shelf:
+class OpenShards:
     """`let_go` is called for each shard that was opened, when nothing here holds it any more."""
 
     def __init__(self, open_one: Callable[[int], OpenShard], let_go: Callable[[int], None]) -> None:

@@ -7,13 +7,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from manyhands.data.columns.schema import Schema
-from manyhands.data.shards.prepared_url import Folder
-from manyhands.data.sources.access.urls import is_url, shown
+from manyhands.data.columns.schema import MANIFEST, Schema
+from manyhands.data.shards.prepared_url import FolderOrUrl
+from manyhands.data.sources.access.url_secrets import is_url, shown
 from manyhands.values.errors import DataError
 from manyhands.values.rundir import write_whole
 
-NAME = "manifest.json"
 VERSION = 1
 
 BLOCK_BYTES = 1 << 20
@@ -63,7 +62,7 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     text = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
-    write_whole(folder / NAME, text + b"\n")
+    write_whole(folder / MANIFEST, text + b"\n")
 
 
 class Listing(NamedTuple):
@@ -73,31 +72,31 @@ class Listing(NamedTuple):
     raw: bytes
 
 
-def read_manifest(folder: Folder) -> Manifest:
+def read_manifest(folder: FolderOrUrl) -> Manifest:
     return read_listing(folder).manifest
 
 
-def read_listing(folder: Folder) -> Listing:
+def read_listing(folder: FolderOrUrl) -> Listing:
     try:
         raw = _read(folder)
         manifest = msgspec.json.decode(raw, type=Manifest)
     except FileNotFoundError:
         raise DataError(_missing(str(folder))) from None
     except (OSError, msgspec.DecodeError, msgspec.ValidationError) as error:
-        raise DataError(f"{folder / NAME} cannot be read: {error}") from error
+        raise DataError(f"{folder / MANIFEST} cannot be read: {error}") from error
     if manifest.version > VERSION:
         raise DataError(
-            f"{folder / NAME} is of version {manifest.version}; this manyhands reads up to "
+            f"{folder / MANIFEST} is of version {manifest.version}; this manyhands reads up to "
             f"{VERSION}."
         )
     return Listing(manifest, raw)
 
 
-def _read(folder: Folder) -> bytes:
+def _read(folder: FolderOrUrl) -> bytes:
     if isinstance(folder, Path):
-        return (folder / NAME).read_bytes()
+        return (folder / MANIFEST).read_bytes()
     try:
-        return folder.read(NAME)
+        return folder.read(MANIFEST)
     except DataError as error:
         raise DataError(f"{folder} is not a prepared data set that can be read: {error}") from None
 
@@ -110,6 +109,6 @@ def _missing(folder: str) -> str:
             'mh.prepared("..."), or data="...".'
         )
     return (
-        f"{folder} is not a prepared data set (it has no {NAME}). Make one with: "
+        f"{folder} is not a prepared data set (it has no {MANIFEST}). Make one with: "
         f"manyhands prepare SOURCE --to {folder}"
     )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
-from manyhands.data.sources.access.urls import is_url, shown
+from manyhands.data.sources.access.url_secrets import is_url, shown
 from manyhands.values.errors import DataError
 
 _BLOCK_BYTES = 1 << 20
@@ -36,11 +36,11 @@ class RemoteFolder:
         return b"".join(blocks_of(join(self.url, name), _BLOCK_BYTES))
 
 
-Folder = Path | RemoteFolder
+FolderOrUrl = Path | RemoteFolder
 """Where a prepared data set is."""
 
 
-def folder_of(given: str | Path) -> Folder:
+def folder_of(given: str | Path) -> FolderOrUrl:
     """A path, as it is or as `file://`, or a folder behind a URL."""
     if isinstance(given, Path) or not is_url(given):
         return Path(given)

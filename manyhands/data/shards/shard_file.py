@@ -19,22 +19,21 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import pyarrow as pa
 import xxhash
-from numpy.typing import NDArray
 
+from manyhands.data.columns.array_types import AnyArray
 from manyhands.data.columns.schema import Schema, name_of, type_of
 from manyhands.data.shards.manifest import BLOCK_BYTES, ShardInfo
 from manyhands.values.errors import DataDamaged, DataError
 from manyhands.values.rundir import sync_folder
 
-Compression = Literal["lz4", "zstd"]
-Array = NDArray[Any]
+ShardCompression = Literal["lz4", "zstd"]
 
 
 class Ragged(NamedTuple):
     """Rows of different lengths, one after the other: row i is values[offsets[i]:offsets[i+1]]."""
 
-    offsets: Array
-    values: Array
+    offsets: AnyArray
+    values: AnyArray
     length: int | None
     """The length of every row, where it is the same and rows follow each other from 0."""
 
@@ -44,7 +43,7 @@ class OpenShard:
     """Views into a shard. What they look at stays open as long as one of them is held."""
 
     rows: int
-    columns: Mapping[str, Array | Ragged]
+    columns: Mapping[str, AnyArray | Ragged]
     """Numbers: (rows,); fixed lists: (rows, *shape); lists, bytes and strings: `Ragged`."""
 
 
@@ -52,7 +51,7 @@ class OpenShard:
 
 
 def write_shard(
-    path: Path, table: pa.Table, *, compression: Compression | None = None
+    path: Path, table: pa.Table, *, compression: ShardCompression | None = None
 ) -> ShardInfo:
     """Write a shard. It appears whole, under its name, or not at all."""
     table = _canonical(table, path)
@@ -158,10 +157,10 @@ def _mapped(path: Path) -> Any:
         return file.read_buffer()
 
 
-def columns_of(table: pa.Table, schema: Schema = ()) -> dict[str, Array | Ragged]:
+def columns_of(table: pa.Table, schema: Schema = ()) -> dict[str, AnyArray | Ragged]:
     """A table's columns as numpy arrays, without copying where there is one chunk."""
     shapes = {column.name: column.shape for column in schema}
-    columns: dict[str, Array | Ragged] = {}
+    columns: dict[str, AnyArray | Ragged] = {}
     for name, column in zip(table.column_names, table.columns, strict=True):
         views = _views(name, _one_chunk(column))
         shape = shapes.get(name, ())
@@ -171,7 +170,7 @@ def columns_of(table: pa.Table, schema: Schema = ()) -> dict[str, Array | Ragged
     return columns
 
 
-def _views(name: str, array: Any) -> Array | Ragged:
+def _views(name: str, array: Any) -> AnyArray | Ragged:
     kind, t = array.type, pa.types
     if t.is_boolean(kind):
         return array.to_numpy(zero_copy_only=False)  # it is stored in single bits
@@ -189,7 +188,7 @@ def _views(name: str, array: Any) -> Array | Ragged:
     raise DataError(f"column '{name}' is of type {kind}, which batches cannot hold; encode it.")
 
 
-def _ragged(offsets: Array, values: Array) -> Ragged:
+def _ragged(offsets: AnyArray, values: AnyArray) -> Ragged:
     rows = len(offsets) - 1
     length, rest = divmod(len(values), max(1, rows))
     same = rest == 0 and np.array_equal(offsets, np.arange(rows + 1) * length)
@@ -255,7 +254,7 @@ def _checksums(path: Path) -> Iterator[str]:
             yield xxhash.xxh3_64_hexdigest(view[:read])
 
 
-class _Place(NamedTuple):
+class _BufferPlace(NamedTuple):
     """A buffer of a column in the file, and the rows that its elements belong to."""
 
     column: str
@@ -265,18 +264,18 @@ class _Place(NamedTuple):
     """Bytes of an element."""
     each: int
     """Elements of a row, where that is always the same."""
-    offsets: Array | None
+    offsets: AnyArray | None
     """Else: where the rows' elements begin."""
 
 
-def _places(path: Path, info: ShardInfo) -> list[_Place]:
+def _places(path: Path, info: ShardInfo) -> list[_BufferPlace]:
     """Where columns lie in an Arrow file. Damage may have made it unreadable: then nowhere."""
     if path.suffix != ".arrow":
         return []
     try:
         buffer = _mapped(path)
         table = pa.ipc.open_file(pa.BufferReader(buffer)).read_all()
-        found: list[_Place] = []
+        found: list[_BufferPlace] = []
         for name, column in zip(table.column_names, table.columns, strict=True):
             if column.num_chunks == 1 and len(column) == info.rows:
                 found += _column_places(name, column.chunk(0), buffer)
@@ -285,7 +284,7 @@ def _places(path: Path, info: ShardInfo) -> list[_Place]:
         return []
 
 
-def _column_places(name: str, array: Any, file: Any) -> Iterator[_Place]:
+def _column_places(name: str, array: Any, file: Any) -> Iterator[_BufferPlace]:
     views = _views(name, array)
     buffers = [b for b in array.buffers() if b is not None]
     for i, buffer in enumerate(buffers):
@@ -295,15 +294,15 @@ def _column_places(name: str, array: Any, file: Any) -> Iterator[_Place]:
         if not isinstance(views, Ragged):
             each = views.size // max(1, len(views))
             width = 1 / 8 if pa.types.is_boolean(array.type) else views.itemsize
-            yield _Place(name, start, start + buffer.size, width, each, None)
+            yield _BufferPlace(name, start, start + buffer.size, width, each, None)
         elif i == len(buffers) - 1:
             width = views.values.itemsize
-            yield _Place(name, start, start + buffer.size, width, 0, views.offsets)
+            yield _BufferPlace(name, start, start + buffer.size, width, 0, views.offsets)
         else:
-            yield _Place(name, start, start + buffer.size, views.offsets.itemsize, 1, None)
+            yield _BufferPlace(name, start, start + buffer.size, views.offsets.itemsize, 1, None)
 
 
-def _touched(places: Sequence[_Place], start: int, stop: int, total: int) -> dict[str, range]:
+def _touched(places: Sequence[_BufferPlace], start: int, stop: int, total: int) -> dict[str, range]:
     """Which rows of which columns have elements in bytes [start, stop)."""
     touched: dict[str, range] = {}
     for place in places:

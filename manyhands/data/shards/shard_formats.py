@@ -14,13 +14,13 @@ from pyarrow import parquet
 
 from manyhands.data.columns.schema import Schema, type_of
 from manyhands.data.shards.manifest import ShardInfo
-from manyhands.data.shards.shard_file import Compression, describe_shard, publish
-from manyhands.data.tfrecord import examples, framing, writing_examples
+from manyhands.data.shards.shard_file import ShardCompression, describe_shard, publish
+from manyhands.data.tfrecord import framing, parse_examples, write_examples
 from manyhands.values.errors import DataDamaged, DataError
 
 
 def write_parquet(
-    path: Path, table: pa.Table, *, compression: Compression | None = None
+    path: Path, table: pa.Table, *, compression: ShardCompression | None = None
 ) -> ShardInfo:
     with _draft(path) as draft:
         parquet.write_table(
@@ -37,7 +37,7 @@ ROWS = 8192
 
 
 def write_tfrecord(
-    path: Path, table: pa.Table, *, compression: Compression | None = None
+    path: Path, table: pa.Table, *, compression: ShardCompression | None = None
 ) -> ShardInfo:
     if compression is not None:
         raise DataError(
@@ -46,7 +46,7 @@ def write_tfrecord(
         )
     with _draft(path) as draft, draft.open("wb") as file:
         for start in range(0, table.num_rows, ROWS):
-            payload, starts, lengths = writing_examples.encode(table.slice(start, ROWS))
+            payload, starts, lengths = write_examples.encode(table.slice(start, ROWS))
             framing.frame(payload, starts, lengths).tofile(file)
     return describe_shard(path, table.num_rows)
 
@@ -69,7 +69,7 @@ def parse_tfrecord(data: bytes | memoryview, path: Path, schema: Schema = ()) ->
     if len(wrong := framing.check(data, starts, lengths)):
         raise DataDamaged(f"{path}, record {int(wrong[0]) + 1:,}: its checksum is wrong")
     kinds = {column.name: type_of(column.type) for column in schema}
-    parsed = examples.parse(data, starts, lengths, kinds or None)
+    parsed = parse_examples.parse(data, starts, lengths, kinds or None)
     if parsed.bad:
         first = parsed.bad[0]
         raise DataDamaged(f"{path}, record {first.record + 1:,}: {first.what}")

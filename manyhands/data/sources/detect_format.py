@@ -4,20 +4,20 @@
 import json
 from typing import Literal
 
+from manyhands.data.sources.access.decompress import is_tfrecord
 from manyhands.data.sources.access.files import name_of_file, read_head, shown, suffix_of
-from manyhands.data.sources.access.unpack import is_tfrecord
 from manyhands.data.sources.formats import sniffing
 from manyhands.data.sources.formats.access_log import AccessLog
-from manyhands.data.sources.formats.idx import is_idx, is_named_idx
+from manyhands.data.sources.formats.idx_files import is_idx, is_named_idx
 from manyhands.data.sources.formats.image_folder import SUFFIXES as IMAGE_SUFFIXES
-from manyhands.data.sources.values.fields import Dialect
+from manyhands.data.sources.values.csv_fields import Dialect
 from manyhands.values.errors import DataError
 
-Format = Literal[
+FileFormat = Literal[
     "csv", "jsonl", "log", "text", "parquet", "arrow", "stream", "tfrecord", "images", "idx"
 ]
 
-FORMATS: dict[str, Format] = {
+FORMATS: dict[str, FileFormat] = {
     "csv": "csv",
     "tsv": "csv",
     "tab": "csv",
@@ -66,7 +66,7 @@ def is_image(url: str) -> bool:
     return suffix_of(url) in IMAGE_SUFFIXES
 
 
-def detect(url: str, forced: Format | None = None) -> Format:
+def detect(url: str, forced: FileFormat | None = None) -> FileFormat:
     """The format of a file; DataError when it cannot be told."""
     if forced is not None:
         return _arrow_or_stream(url) if forced in ("arrow", "stream") else forced
@@ -86,7 +86,7 @@ def detect(url: str, forced: Format | None = None) -> Format:
     return _by_content(url, head, suffix)
 
 
-def _by_magic(url: str, head: bytes) -> Format | None:
+def _by_magic(url: str, head: bytes) -> FileFormat | None:
     if head.startswith(b"PAR1"):
         return "parquet"
     if head.startswith(b"ARROW1"):
@@ -103,11 +103,11 @@ def _by_magic(url: str, head: bytes) -> Format | None:
     return "idx" if is_idx(head) else None
 
 
-def _arrow_or_stream(url: str) -> Format:
+def _arrow_or_stream(url: str) -> FileFormat:
     return "stream" if _by_magic(url, read_head(url, 12)) == "stream" else "arrow"
 
 
-def _by_content(url: str, head: bytes, suffix: str) -> Format:
+def _by_content(url: str, head: bytes, suffix: str) -> FileFormat:
     if b"\0" in head:
         raise DataError(
             f"the format of {shown(url)} is unknown: it is no text. Say what it is with --from."

@@ -16,7 +16,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 
 import pyarrow as pa
 
-from manyhands.data.shards import manifest
+from manyhands.data.columns.schema import MANIFEST
 from manyhands.data.sources.access.files import (
     expand,
     expand_folder,
@@ -26,14 +26,14 @@ from manyhands.data.sources.access.files import (
     shown,
 )
 from manyhands.data.sources.cutting.source import Source
-from manyhands.data.sources.detect_format import FORMATS, Format, detect, is_document, is_image
+from manyhands.data.sources.detect_format import FORMATS, FileFormat, detect, is_document, is_image
 from manyhands.data.sources.formats.access_log import AccessLog
-from manyhands.data.sources.formats.columnar import Columnar
-from manyhands.data.sources.formats.delimited import Delimited
-from manyhands.data.sources.formats.idx import Idx
+from manyhands.data.sources.formats.csv_files import Delimited
+from manyhands.data.sources.formats.idx_files import Idx
 from manyhands.data.sources.formats.image_folder import Images
-from manyhands.data.sources.formats.jsonlines import JsonLines
-from manyhands.data.sources.formats.plaintext import PlainText
+from manyhands.data.sources.formats.json_lines import JsonLines
+from manyhands.data.sources.formats.parquet_and_arrow import Columnar
+from manyhands.data.sources.formats.plain_text import PlainText
 from manyhands.data.sources.formats.python_iterable import spool as spooled
 from manyhands.data.sources.formats.tfrecord_files import TFRecords
 from manyhands.values.errors import DataError
@@ -67,10 +67,10 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True)
-class _Files:
+class _FileGroup:
     """Files of one format that make a source."""
 
-    format: Format
+    format: FileFormat
     urls: tuple[str, ...]
     root: str
     """The folder under which images have their labels."""
@@ -82,7 +82,7 @@ class _Files:
 def open_sources(given: Given, options: Options, *, spool: Path, target: int) -> list[Source]:
     """All sources, in order. Records of iterables are written to `spool`, about `target` bytes
     to a file."""
-    found: list[_Files | Source] = []
+    found: list[_FileGroup | Source] = []
     for number, source in enumerate(_one_by_one(given)):
         if not isinstance(source, str):
             folder = spool / f"{number:03}"
@@ -90,12 +90,12 @@ def open_sources(given: Given, options: Options, *, spool: Path, target: int) ->
             continue
         files = _files(source, options)
         last = found[-1] if found else None
-        if isinstance(last, _Files) and _stand_together(last, files):
+        if isinstance(last, _FileGroup) and _stand_together(last, files):
             found[-1] = _joined(last, files)
         else:
             found.append(files)
-    _refuse_twice([url for f in found if isinstance(f, _Files) for url in f.urls])
-    return [_source(f, options) if isinstance(f, _Files) else f for f in found]
+    _refuse_twice([url for f in found if isinstance(f, _FileGroup) for url in f.urls])
+    return [_source(f, options) if isinstance(f, _FileGroup) else f for f in found]
 
 
 def _one_by_one(given: Given) -> Iterator[str | Iterable[Any]]:
@@ -148,15 +148,15 @@ def _records(given: object) -> Iterable[object]:
     return (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
 
 
-def _files(source: str, options: Options) -> _Files:
+def _files(source: str, options: Options) -> _FileGroup:
     """What a path, glob, folder or URL stands for."""
     forced = _forced(options.format)
     if not is_folder(source):
         urls = expand(source)
         one = _one_format(source, urls, forced)
-        return _Files(one, tuple(urls), _common_folder(urls), len(urls) == 1)
+        return _FileGroup(one, tuple(urls), _common_folder(urls), len(urls) == 1)
     urls, beside = expand_folder(source)
-    if manifest.NAME in map(name_of_file, urls):
+    if MANIFEST in map(name_of_file, urls):
         raise DataError(f"{shown(source)} is a prepared data set already, not raw data.")
     documents = [url for url in urls if is_document(url)]
     data = [url for url in urls if not is_document(url)]
@@ -167,10 +167,10 @@ def _files(source: str, options: Options) -> _Files:
         what = "are no images" if forced == "images" else "is no data"
         raise DataError(f"there {what} in {shown(source)}.")
     one = _one_format(source, data, forced)
-    return _Files(one, tuple(data), source, False, _left_out(documents, len(beside)))
+    return _FileGroup(one, tuple(data), source, False, _left_out(documents, len(beside)))
 
 
-def _forced(word: str | None) -> Format | None:
+def _forced(word: str | None) -> FileFormat | None:
     if word is None:
         return None
     key = word.lower().lstrip(".")
@@ -180,9 +180,9 @@ def _forced(word: str | None) -> Format | None:
     return FORMATS[key]
 
 
-def _one_format(source: str, urls: Sequence[str], forced: Format | None) -> Format:
+def _one_format(source: str, urls: Sequence[str], forced: FileFormat | None) -> FileFormat:
     """The format of all these files."""
-    examples: dict[Format, list[str]] = {}
+    examples: dict[FileFormat, list[str]] = {}
     for url in urls:
         examples.setdefault(detect(url, forced), []).append(name_of_file(url))
     if len(examples) > 1:
@@ -206,7 +206,7 @@ def _left_out(documents: Sequence[str], beside: int) -> tuple[str, ...]:
     return (f"{count} other file{'s were' if count > 1 else ' was'} left out{more}",)
 
 
-def _stand_together(last: _Files, next_: _Files) -> bool:
+def _stand_together(last: _FileGroup, next_: _FileGroup) -> bool:
     """Whether a shell made these from a glob: files of one format, in one folder. IDX files always
     do: images and labels must find each other, or be told apart."""
     if last.format == next_.format == "idx":
@@ -216,7 +216,7 @@ def _stand_together(last: _Files, next_: _Files) -> bool:
     return last.format == "images" or last.root == next_.root
 
 
-def _joined(last: _Files, next_: _Files) -> _Files:
+def _joined(last: _FileGroup, next_: _FileGroup) -> _FileGroup:
     urls = (*last.urls, *next_.urls)
     notes = (*last.notes, *next_.notes)
     return replace(last, urls=urls, root=_common_folder(urls), notes=notes)
@@ -243,13 +243,13 @@ def _refuse_twice(urls: Sequence[str]) -> None:
         seen[place] = url
 
 
-def _source(files: _Files, options: Options) -> Source:
+def _source(files: _FileGroup, options: Options) -> Source:
     made = _made(files, options)
     return replace(made, notes=(*made.notes, *files.notes))
 
 
 def _made(
-    files: _Files, options: Options
+    files: _FileGroup, options: Options
 ) -> Delimited | JsonLines | AccessLog | PlainText | Columnar | TFRecords | Images | Idx:
     urls, encoding, max_field = files.urls, options.encoding, options.max_field
     match files.format:

@@ -34,7 +34,7 @@ def shared(hashes: Hashes, splits: NDArray[np.int8]) -> int:
     return int((least != most).sum())
 
 
-class Report(msgspec.Struct, frozen=True):
+class LeakageReport(msgspec.Struct, frozen=True):
     """What the splits share, and what they hold."""
 
     splits: tuple[str, ...]

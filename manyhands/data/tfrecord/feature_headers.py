@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from manyhands.data.columns.array_types import ByteArray, Positions
 from manyhands.data.tfrecord.feature_kinds import BYTES
-from manyhands.data.tfrecord.framing import Bytes, Positions
-from manyhands.data.tfrecord.one_example import varint
+from manyhands.data.tfrecord.parse_one_example import varint
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
+class FeatureHeader:
     """What stands before the values of a feature, whatever their size."""
 
     name: str
@@ -29,7 +29,7 @@ class Header:
     """The rest of it, 8 bytes at a time: (where, expected, mask)."""
 
     def find(
-        self, data: Bytes, at: Positions, ends: Positions
+        self, data: ByteArray, at: Positions, ends: Positions
     ) -> tuple[NDArray[np.bool_], Positions]:
         """Does it stand at `at`, with all its values before `ends`? And where do they end?"""
         if self.size > data.size:
@@ -64,7 +64,7 @@ def header_parts(name: str, kind: int, size: int) -> list[bytes]:
 
 
 @functools.lru_cache(maxsize=4096)
-def header_of(name: str, kind: int, size: int) -> Header | None:
+def header_of(name: str, kind: int, size: int) -> FeatureHeader | None:
     """The header of such a feature as something to look for; None if it is too short for that."""
     parts = header_parts(name, kind, size)
     raw, mask = b"".join(parts), b""
@@ -79,4 +79,4 @@ def header_of(name: str, kind: int, size: int) -> Header | None:
     for where in [*range(0, len(raw) - 8, 8), len(raw) - 8]:
         bits = int.from_bytes(mask[where : where + 8], "little")
         words.append((where, int.from_bytes(raw[where : where + 8], "little") & bits, bits))
-    return Header(name, kind, len(raw), tuple(lengths), tuple(words))
+    return FeatureHeader(name, kind, len(raw), tuple(lengths), tuple(words))

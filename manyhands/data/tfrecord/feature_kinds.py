@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from manyhands.values.errors import DataError
 
-Kind: TypeAlias = pa.DataType
+FeatureType: TypeAlias = pa.DataType
 """What a column should be: int64, float32 or binary (or what these can be cast to), one value per
 record, a fixed number of them (`pa.list_(t, n)`) or any number (`pa.list_(t)`)."""
 
@@ -22,16 +22,16 @@ MOST_BYTES = 2**31 - 1
 """At once; Arrow's lists count in 32 bits."""
 
 
-def inner_type(shape: Kind) -> Kind:
+def inner_type(shape: FeatureType) -> FeatureType:
     return shape.value_type if is_list(shape) else shape
 
 
-def is_list(kind: Kind) -> bool:
+def is_list(kind: FeatureType) -> bool:
     t = pa.types
     return t.is_list(kind) or t.is_large_list(kind) or t.is_fixed_size_list(kind)
 
 
-def kind_of(name: str, base: Kind) -> int:
+def kind_of(name: str, base: FeatureType) -> int:
     """Which kind of feature holds values of this type."""
     t = pa.types
     if t.is_integer(base) or t.is_boolean(base) or t.is_timestamp(base):

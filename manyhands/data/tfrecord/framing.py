@@ -2,11 +2,11 @@
 """TFRecord framing: where the records of a file are, whether they are whole, and writing them.
 
 A record is its length (u64, little endian), the masked CRC-32C of those 8 bytes, the data, and the
-masked CRC-32C of the data. What is in the data is the business of `data.examples`.
+masked CRC-32C of the data. What is in the data is the business of `parse_examples`.
 
-Invariant: every byte given to `index` is in a record that it returns, or in the one `Damage` that
-says from which byte on the rest was given up. Nothing is raised for what a file holds, and nothing
-larger than the file is allocated, whatever a length claims.
+Invariant: every byte given to `index` is in a record that it returns, or in the one `FrameDamage`
+that says from which byte on the rest was given up. Nothing is raised for what a file holds, and
+nothing larger than the file is allocated, whatever a length claims.
 """
 
 import struct
@@ -18,9 +18,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-Bytes = NDArray[np.uint8]
-Positions = NDArray[np.int64]
-Buffer = Bytes | bytes | bytearray | memoryview
+from manyhands.data.columns.array_types import ByteArray, Positions
+
+ByteBuffer = ByteArray | bytes | bytearray | memoryview
 
 HEADER = 12
 """Bytes before the data: the length and its checksum."""
@@ -36,7 +36,7 @@ _SMALL = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Damage:
+class FrameDamage:
     """Something wrong, and where: counted from the beginning of the buffer that was looked at."""
 
     record: int
@@ -48,12 +48,12 @@ class Damage:
     ends too early: who reads a file in parts goes on at `byte`. 0 for any other damage."""
 
 
-def as_bytes(buffer: Buffer) -> Bytes:
+def as_bytes(buffer: ByteBuffer) -> ByteArray:
     """The same memory as an array of bytes."""
     return buffer if isinstance(buffer, np.ndarray) else np.frombuffer(buffer, dtype=np.uint8)
 
 
-def index(buffer: Buffer) -> tuple[Positions, Positions, Damage | None]:
+def index(buffer: ByteBuffer) -> tuple[Positions, Positions, FrameDamage | None]:
     """Where the data of each record starts, and its length; and what stopped us, if anything did.
 
     The checksums of all lengths are checked, those of the data are not (see `check`).
@@ -68,14 +68,14 @@ def index(buffer: Buffer) -> tuple[Positions, Positions, Damage | None]:
     return headers[:keep] + HEADER, lengths[:keep].astype(np.int64), damage
 
 
-def check(buffer: Buffer, starts: Positions, lengths: Positions) -> Positions:
+def check(buffer: ByteBuffer, starts: Positions, lengths: Positions) -> Positions:
     """Which of these records have data that does not fit its checksum: indices, ascending."""
     data = as_bytes(buffer)
     stored = _u32(_rows(data, starts + lengths, FOOTER))
     return np.flatnonzero(_masked(_crcs(data, starts, lengths)) != stored)
 
 
-def frame(payloads: Buffer, starts: Positions, lengths: Positions) -> Bytes:
+def frame(payloads: ByteBuffer, starts: Positions, lengths: Positions) -> ByteArray:
     """The records as a TFRecord file holds them, one after another."""
     data = as_bytes(payloads)
     if not len(starts):
@@ -91,7 +91,7 @@ def frame(payloads: Buffer, starts: Positions, lengths: Positions) -> Bytes:
     return contents(joined([_fixed(headers), inside, _fixed(footers)]))[0]
 
 
-def gather(data: Bytes, starts: Positions, lengths: Positions) -> pa.LargeBinaryArray:
+def gather(data: ByteArray, starts: Positions, lengths: Positions) -> pa.LargeBinaryArray:
     """These stretches of `data`, in this order."""
     ends = starts + lengths
     if (starts[1:] < ends[:-1]).any():
@@ -117,13 +117,13 @@ def joined(pieces: list[pa.LargeBinaryArray]) -> pa.LargeBinaryArray:
     return pc.call_function("binary_join_element_wise", [*pieces, nothing])
 
 
-def large_binary(data: Bytes, offsets: Positions) -> pa.LargeBinaryArray:
+def large_binary(data: ByteArray, offsets: Positions) -> pa.LargeBinaryArray:
     """An Arrow array over this memory."""
     buffers = [None, pa.py_buffer(offsets), pa.py_buffer(data)]
     return pa.Array.from_buffers(pa.large_binary(), len(offsets) - 1, buffers)
 
 
-def contents(array: pa.LargeBinaryArray) -> tuple[Bytes, Positions]:
+def contents(array: pa.LargeBinaryArray) -> tuple[ByteArray, Positions]:
     """The memory of an Arrow array of bytes and its offsets, counted from the first byte in use."""
     _, edges, data = array.buffers()
     if not len(array):
@@ -135,7 +135,7 @@ def contents(array: pa.LargeBinaryArray) -> tuple[Bytes, Positions]:
     return used, offsets - offsets[0]
 
 
-def _walk(data: Bytes) -> Positions:
+def _walk(data: ByteArray) -> Positions:
     """Where headers begin, as far as lengths can be followed; the last may be cut off."""
     size, at, found = data.size, 0, list[int]()
     view, length_at, overhead = data.data, struct.Struct("<Q").unpack_from, HEADER + FOOTER
@@ -149,7 +149,7 @@ def _walk(data: Bytes) -> Positions:
 
 def _damage(
     headers: Positions, lengths: NDArray[np.uint64], wrong: Positions, size: int
-) -> Damage | None:
+) -> FrameDamage | None:
     """The first length that is wrong, or else a last record that is cut off."""
     if wrong.size:
         record = int(wrong[0])
@@ -158,22 +158,22 @@ def _damage(
             "the checksum of its length is wrong, so where the next record begins is unknown: "
             f"{size - byte:,} bytes to the end are given up"
         )
-        return Damage(record, byte, what)
+        return FrameDamage(record, byte, what)
     if not headers.size:
         return None
     record, byte = len(headers) - 1, int(headers[-1])
     rest = size - byte
     if len(lengths) < len(headers):
         what = f"{rest} bytes are left where a header needs {HEADER}"
-        return Damage(record, byte, what, HEADER - rest)
+        return FrameDamage(record, byte, what, HEADER - rest)
     needed = int(lengths[-1]) + HEADER + FOOTER
     if needed <= rest:
         return None
     what = f"it is cut off: {rest:,} bytes are left and it has {needed:,}"
-    return Damage(record, byte, what, needed - rest)
+    return FrameDamage(record, byte, what, needed - rest)
 
 
-def _rows(data: Bytes, at: Positions, width: int) -> Bytes:
+def _rows(data: ByteArray, at: Positions, width: int) -> ByteArray:
     """The `width` bytes at each position, as rows."""
     if not at.size:
         return np.empty((0, width), dtype=np.uint8)
@@ -182,11 +182,11 @@ def _rows(data: Bytes, at: Positions, width: int) -> Bytes:
     return windows[at].view(np.uint8).reshape(-1, width)
 
 
-def _u32(rows: Bytes) -> NDArray[np.uint32]:
+def _u32(rows: ByteArray) -> NDArray[np.uint32]:
     return np.ascontiguousarray(rows).view("<u4").ravel()
 
 
-def _fixed(rows: Bytes) -> pa.LargeBinaryArray:
+def _fixed(rows: ByteArray) -> pa.LargeBinaryArray:
     offsets = np.arange(len(rows) + 1, dtype=np.int64) * rows.shape[1]
     return large_binary(rows.ravel(), offsets)
 
@@ -196,7 +196,7 @@ def _masked(crc: NDArray[np.uint32]) -> NDArray[np.uint32]:
     return ((crc >> np.uint32(15)) | (crc << np.uint32(17))) + np.uint32(_MASK_DELTA)
 
 
-def _crcs(data: Bytes, starts: Positions, lengths: Positions) -> NDArray[np.uint32]:
+def _crcs(data: ByteArray, starts: Positions, lengths: Positions) -> NDArray[np.uint32]:
     """CRC-32C of each stretch."""
     value, found = google_crc32c.value, list[int]()
     for first in range(0, len(starts), 1024):
@@ -227,7 +227,7 @@ def _tables() -> NDArray[np.uint32]:
 _TABLES = _tables()
 
 
-def _crc_of_8(rows: Bytes) -> NDArray[np.uint32]:
+def _crc_of_8(rows: ByteArray) -> NDArray[np.uint32]:
     """CRC-32C of every row of 8 bytes, all at once."""
     crc = np.full(len(rows), 0xFFFFFFFF, dtype=np.uint32)
     for i in range(8):

@@ -8,8 +8,8 @@ What is written here outlives whoever wrote it. A `SharedRoom` is the part that 
 the members do; a `SharedMemory` is one view's use of it, with sequence words that no other view has
 touched. What was gathered stays, with a stamp, until the same kind has been gathered twice more:
 whoever finishes a step that others began reads it again (`SharedRoom.recall`). Rows are by rank in
-the whole view, so that those of other hosts have a place among them (two_level.py); words and slots are
-of this host's workers alone.
+the whole view, so that those of other hosts have a place among them (two_level.py); words and slots
+are of this host's workers alone.
 """
 
 from collections.abc import Sequence

@@ -16,7 +16,8 @@ from PIL import Image
 
 from manyhands.data.columns.hashing import mix64
 from manyhands.data.columns.schema import ID, Column, Role, Schema, arrow_schema, name_of
-from manyhands.data.encoding.column_facts import Facts, collect, merge, statistics
+from manyhands.data.encoding.column_facts import ColumnFacts, collect, merge, statistics
+from manyhands.data.encoding.decode_images import decode, shape_of
 from manyhands.data.encoding.encoders import (
     Encoders,
     Fitted,
@@ -29,15 +30,14 @@ from manyhands.data.encoding.encoders import (
     parse_encoding,
     sizes,
 )
-from manyhands.data.encoding.fitting import NO_CLASS
-from manyhands.data.encoding.images import decode, shape_of
-from manyhands.data.encoding.pack import match, pack, packed_schema
-from manyhands.data.encoding.unseen import Unseen, unseen
-from manyhands.data.encoding.unseen import merged as merged_unseen
-from manyhands.data.preparing.balance import balance, resample, sample
-from manyhands.data.statistics import counts as counts_module
+from manyhands.data.encoding.fitted_encoders import NO_CLASS
+from manyhands.data.encoding.pack_columns import match, pack, packed_schema
+from manyhands.data.encoding.unseen_values import UnseenValues, unseen
+from manyhands.data.encoding.unseen_values import merged as merged_unseen
+from manyhands.data.preparing.balance_classes import balance, resample, sample
+from manyhands.data.statistics import value_counts as counts_module
 from manyhands.data.statistics.moments import Moments, moments
-from manyhands.data.statistics.sketch import CELLS, Sketch, merged, sketch
+from manyhands.data.statistics.quantile_sketch import CELLS, Sketch, merged, sketch
 from manyhands.values.errors import DataError
 
 TIME = pa.timestamp("us")
@@ -117,7 +117,7 @@ def choices() -> st.SearchStrategy[dict[str, str]]:
 
 def facts_of(
     table: pa.Table, schema: Schema, wishes: Mapping[str, str] = {}, piece: int = 10**9
-) -> dict[str, Facts]:
+) -> dict[str, ColumnFacts]:
     encodings = {name: parse_encoding(text) for name, text in wishes.items()}
     pieces = [table.slice(i, piece) for i in range(0, table.num_rows, piece)]
     # Pieces without training records are common: a split by time leaves many.
@@ -618,9 +618,9 @@ def test_what_encoders_do_not_know_is_counted_however_it_is_cut() -> None:
         {"y": letters, "word": [None, "x", "p", "q"] * 10, "text": ["m never", None] * 20}
     )
     found = unseen(fitted, fresh, attempt(fitted, fresh)[0])
-    assert found["y"] == Unseen(40, 30, ["c", "d", "e", "f", "g"])
-    assert found["word"] == Unseen(30, 10, ["x"])
-    assert found["text"] == Unseen(40, 20)
+    assert found["y"] == UnseenValues(40, 30, ["c", "d", "e", "f", "g"])
+    assert found["word"] == UnseenValues(30, 10, ["x"])
+    assert found["text"] == UnseenValues(40, 20)
     cuts = [0, 1, 17, 40]
     parts = [fresh.slice(a, b - a) for a, b in itertools.pairwise(cuts)]
     assert merged_unseen(unseen(fitted, p, attempt(fitted, p)[0]) for p in parts) == found

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from manyhands.data.fetching.placement import (
     POLICIES,
     SLACK,
-    Host,
     Placement,
+    ShardHost,
     block_partition,
     place,
     sample_partition,
@@ -26,8 +26,8 @@ def shards(sizes: Sequence[int]) -> list[ShardInfo]:
     return [ShardInfo(f"train-{i:05d}.arrow", 1, n, []) for i, n in enumerate(sizes)]
 
 
-def hosts(count: int) -> list[Host]:
-    return [Host(f"host-{i}") for i in range(count)]
+def hosts(count: int) -> list[ShardHost]:
+    return [ShardHost(f"host-{i}") for i in range(count)]
 
 
 SIZES = st.lists(st.integers(0, 1000), max_size=60).map(shards)
@@ -60,7 +60,7 @@ def test_every_shard_is_placed_so_often_on_hosts_that_differ(
 def test_the_order_of_hosts_and_shards_does_not_matter(
     policy: str, files: list[ShardInfo], speeds: list[float], copies: int, data: st.DataObject
 ) -> None:
-    named = [Host(f"host-{i}", speed) for i, speed in enumerate(speeds)]
+    named = [ShardHost(f"host-{i}", speed) for i, speed in enumerate(speeds)]
     found = place(files, named, policy, copies=copies)
     mixed = data.draw(st.permutations(files)), data.draw(st.permutations(named))
     assert place(*mixed, policy, copies=copies).homes == found.homes
@@ -132,7 +132,7 @@ def test_other_policies_move_nearly_everything_when_a_host_joins() -> None:
 def test_balanced_is_within_the_largest_shard_of_the_ideal(
     files: list[ShardInfo], speeds: list[float]
 ) -> None:
-    named = [Host(f"host-{i}", speed) for i, speed in enumerate(speeds)]
+    named = [ShardHost(f"host-{i}", speed) for i, speed in enumerate(speeds)]
     found = place(files, named, "balanced")
     size = {f.file: f.nbytes for f in files}
     finish = [sum(size[s] for s in found.kept_by(h.name)) / h.speed for h in named]
@@ -142,7 +142,7 @@ def test_balanced_is_within_the_largest_shard_of_the_ideal(
 
 
 def test_balanced_gives_a_host_of_double_speed_double() -> None:
-    found = place(shards([1] * 90), [Host("a"), Host("b", 2.0)], "balanced")
+    found = place(shards([1] * 90), [ShardHost("a"), ShardHost("b", 2.0)], "balanced")
     assert loads(found) == {"a": 30, "b": 60} and "0.0% above" in found.because
 
 
@@ -155,7 +155,7 @@ def test_balanced_gives_a_host_of_double_speed_double() -> None:
 def test_no_host_is_given_more_than_it_has_room_for(
     policy: str, sizes: list[int], capacities: list[int | None], copies: int
 ) -> None:
-    named = [Host(f"host-{i}", capacity=c) for i, c in enumerate(capacities)]
+    named = [ShardHost(f"host-{i}", capacity=c) for i, c in enumerate(capacities)]
     files = shards(sizes)
     size = {f.file: f.nbytes for f in files}
     try:
@@ -170,7 +170,7 @@ def test_no_host_is_given_more_than_it_has_room_for(
 
 
 def test_hash_raises_its_bound_where_a_host_is_small() -> None:
-    named = [Host("small", capacity=10), Host("a"), Host("b")]
+    named = [ShardHost("small", capacity=10), ShardHost("a"), ShardHost("b")]
     found = place(shards([10] * 90), named, "hash")
     assert loads(found)["small"] == 1 and found.because.startswith("hash: ")
 
@@ -179,7 +179,7 @@ def test_what_was_not_possible_as_asked_is_said() -> None:
     assert "3 copies were asked for, there are 2 hosts" in str(
         place(shards([1]), hosts(2), copies=3)
     )
-    tight = [Host("a", 9.0, 30), Host("b", 9.0, 30), Host("c", 1.0, 30)]
+    tight = [ShardHost("a", 9.0, 30), ShardHost("b", 9.0, 30), ShardHost("c", 1.0, 30)]
     found = place(shards([10] * 4), tight, "balanced", copies=2)
     assert "too short for balanced" in found.because
 
@@ -188,15 +188,20 @@ def test_what_was_not_possible_as_asked_is_said() -> None:
     ("named", "policy", "copies", "says"),
     [
         ([], "hash", 1, "no hosts"),
-        ([Host("a")], "nearest", 1, "there is no placement 'nearest'; use balanced, block"),
-        ([Host("a")], "hash", 0, "at least 1"),
-        ([Host("a"), Host("a")], "hash", 1, "'a' is listed twice"),
-        ([Host("a", 0.0)], "hash", 1, "makes no sense"),
-        ([Host("a", 1.0, 5)], "block", 1, r"no room for train-00000.arrow: 1 hosts with 10 bytes"),
+        ([ShardHost("a")], "nearest", 1, "there is no placement 'nearest'; use balanced, block"),
+        ([ShardHost("a")], "hash", 0, "at least 1"),
+        ([ShardHost("a"), ShardHost("a")], "hash", 1, "'a' is listed twice"),
+        ([ShardHost("a", 0.0)], "hash", 1, "makes no sense"),
+        (
+            [ShardHost("a", 1.0, 5)],
+            "block",
+            1,
+            r"no room for train-00000.arrow: 1 hosts with 10 bytes",
+        ),
     ],
 )
 def test_what_cannot_be_placed_is_refused(
-    named: list[Host], policy: str, copies: int, says: str
+    named: list[ShardHost], policy: str, copies: int, says: str
 ) -> None:
     with pytest.raises(DataError, match=says):
         place(shards([10]), named, policy, copies=copies)

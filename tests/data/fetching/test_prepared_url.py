@@ -19,19 +19,23 @@ from typer.testing import CliRunner
 
 import manyhands as mh
 from manyhands.cli.app import app
-from manyhands.data.fetching import fetch
-from manyhands.data.fetching.fetch import open_cache, shown_when_slow
+from manyhands.data.fetching import fetch_before_start
+from manyhands.data.fetching.choose_transfer import open_cache
+from manyhands.data.fetching.fetch_before_start import shown_when_slow
 from manyhands.data.fetching.shard_cache import Cache
 from manyhands.data.fetching.transfer import Direct, Peer, Replicate
-from manyhands.data.preparing.look import overview, verified
-from manyhands.data.reading.prepared import Prepared
-from manyhands.data.reading.records import make_ready, open_data, prepared, sampled_digest
+from manyhands.data.open_data import make_ready, open_data
+from manyhands.data.preparing.overview import overview, verified
+from manyhands.data.reading.prepared_data import prepared
+from manyhands.data.reading.records import sampled_digest
+from manyhands.data.reading.shard_records import ShardRecords
 from manyhands.data.shards.manifest import Manifest, read_manifest, write_manifest
 from manyhands.data.shards.prepared_url import RemoteFolder, folder_of
 from manyhands.launch.engines.launcher import Launcher
 from manyhands.stories import cross_validate
 from manyhands.values.config import DataConfig
 from manyhands.values.errors import ConfigError, DataDamaged, DataError, RunFailed, TaskError
+from manyhands.values.sizes import megabytes
 from tests.support.prepared_folders import fixed, write_folder
 from tests.support.web import SECRETS, Web
 
@@ -129,7 +133,7 @@ def test_batches_are_those_of_the_local_folder(
 ) -> None:
     far, _ = open_data(windowed(web.url("clicks")), None, settings)
     near, _ = open_data(windowed(folder), None)
-    assert isinstance(far, Prepared) and isinstance(near, Prepared)
+    assert isinstance(far, ShardRecords) and isinstance(near, ShardRecords)
     asked = np.asarray([0, ROWS * SHARDS - 1, 40])
     assert torch.equal(far.batch(asked)["x"], near.batch(asked)["x"])
     far.close()
@@ -181,7 +185,7 @@ def test_folds_and_other_held_out_data_behind_urls(
     )
     assert held is not None and (len(train), len(held)) == (10, 2 * ROWS)
     assert train.batch(np.asarray([9]))["_id"].tolist() == [10]
-    assert isinstance(train, Prepared)
+    assert isinstance(train, ShardRecords)
     train.close()
     for data in (web.url("folds"), str(folder.parent / "folds")):
         task = folder.parent / "task.py"
@@ -228,18 +232,18 @@ def test_settings_choose_the_transfer(web: Web, settings: DataConfig) -> None:
     for name, kind in kinds.items():
         chosen = msgspec.convert({"cache": settings.cache, "transfer": name}, DataConfig)
         train, held = open_data(web.url("clicks"), None, chosen)
-        assert isinstance(train, Prepared) and isinstance(held, Prepared)
+        assert isinstance(train, ShardRecords) and isinstance(held, ShardRecords)
         assert isinstance(train.data.transfer, kind) and isinstance(held.data.transfer, kind)
         assert train.data.transfer.cache is held.data.transfer.cache
     mine = Direct(web.url("clicks"), Cache(settings.cache or ""))
     train, _ = open_data(prepared(web.url("clicks"), transfer=mine), None, settings)
-    assert isinstance(train, Prepared) and train.data.transfer is mine
+    assert isinstance(train, ShardRecords) and train.data.transfer is mine
 
 
 def test_a_cache_that_is_too_small_is_refused_with_the_numbers(
     web: Web, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fetch, "_mb", lambda nbytes: f"{nbytes}B")
+    monkeypatch.setattr(fetch_before_start, "megabytes", lambda nbytes: f"{nbytes}B")
     manifest = read_manifest(folder)
     shard = manifest.splits["train"].shards[0].nbytes
     assert {s.nbytes for split in manifest.splits.values() for s in split.shards} == {shard}
@@ -268,8 +272,8 @@ def test_a_cache_that_is_too_small_is_refused_with_the_numbers(
 
 
 def test_a_size_is_written_as_it_is_read() -> None:
-    assert fetch._mb(1) == "1MB" and fetch._mb(10**6) == "1MB"
-    assert fetch._mb(2 * (128 << 20)) == "269MB"
+    assert megabytes(1) == "1MB" and megabytes(10**6) == "1MB"
+    assert megabytes(2 * (128 << 20)) == "269MB"
 
 
 # ---- before the start
@@ -278,12 +282,12 @@ def test_a_size_is_written_as_it_is_read() -> None:
 def test_only_what_takes_long_is_shown(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(fetch, "SHOW_AFTER_S", 30.0)
+    monkeypatch.setattr(fetch_before_start, "SHOW_AFTER_S", 30.0)
     with shown_when_slow("fetching x", quiet=False) as progress:
         assert progress is not None
         progress(1, 2)
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr(fetch, "SHOW_AFTER_S", 0.01)
+    monkeypatch.setattr(fetch_before_start, "SHOW_AFTER_S", 0.01)
     with shown_when_slow("fetching x", quiet=False):
         time.sleep(0.2)
     assert capsys.readouterr().err == "fetching x\n"

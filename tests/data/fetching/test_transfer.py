@@ -25,10 +25,18 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manyhands.data.fetching.peers import PIECE_BYTES, WINDOW, ShardServer, fetch
-from manyhands.data.fetching.placement import Host, Placement, place
+from manyhands.data.fetching.placement import Placement, ShardHost, place
 from manyhands.data.fetching.shard_cache import Cache, key_of
-from manyhands.data.fetching.transfer import Direct, Peer, Peers, Replicate, Source, download, join
+from manyhands.data.fetching.shard_server import PIECE_BYTES, WINDOW, ShardServer, fetch
+from manyhands.data.fetching.transfer import (
+    Direct,
+    Peer,
+    Peers,
+    Replicate,
+    ShardSource,
+    download,
+    join,
+)
 from manyhands.data.shards.manifest import BLOCK_BYTES, ShardInfo
 from manyhands.data.shards.shard_file import describe_shard
 from manyhands.values.credentials import Credentials
@@ -341,7 +349,7 @@ def test_whatever_is_held_is_there_and_right(
 # ---- sources
 
 
-def source_of(name: str, data: bytes, *, bad: set[int], stops: int, gone: bool) -> Source:
+def source_of(name: str, data: bytes, *, bad: set[int], stops: int, gone: bool) -> ShardSource:
     """`data` with some bad blocks, ending before block `stops`, as a file or as a lost link."""
 
     def blocks(info: ShardInfo, first: int) -> Iterator[bytes]:
@@ -353,7 +361,7 @@ def source_of(name: str, data: bytes, *, bad: set[int], stops: int, gone: bool) 
             block = data[i * BLOCK_BYTES : (i + 1) * BLOCK_BYTES]
             yield block if i not in bad else bytes([block[0] ^ 1]) + block[1:]
 
-    return Source(name, blocks)
+    return ShardSource(name, blocks)
 
 
 DATA = content(9, 3 * BLOCK_BYTES + 1000)
@@ -526,7 +534,7 @@ class Cluster:
 
     def __init__(self, root: Path, shards: list[ShardInfo], copies: int = 2) -> None:
         self.root, self.shards, self.said = root, shards, list[str]()
-        hosts = [Host(name) for name in "abc"]
+        hosts = [ShardHost(name) for name in "abc"]
         self.placement = place(shards, hosts, "balanced", copies=copies)
         self.caches = {h.name: Cache(root / h.name) for h in hosts}
         self.servers = {

@@ -23,14 +23,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manyhands.data.mapreduce import shuffle
+from manyhands.data.mapreduce import external_shuffle
+from manyhands.data.mapreduce.external_shuffle import KEY, bucket_of, buckets_for, gather, spill
+from manyhands.data.mapreduce.external_sort import Sorter, merged, ranges
 from manyhands.data.mapreduce.function_digest import function_digest
 from manyhands.data.mapreduce.map_reduce import map_reduce
 from manyhands.data.mapreduce.plain_values import decode, encode, key_bytes, key_value
-from manyhands.data.mapreduce.shuffle import KEY, bucket_of, buckets_for, gather, spill
-from manyhands.data.mapreduce.sorting import Sorter, merged, ranges
-from manyhands.data.mapreduce.tasks import Crew, Job, Progress, parse_bytes
+from manyhands.data.mapreduce.resumable_tasks import Crew, DataTask, PhaseProgress
 from manyhands.values.errors import DataDamaged, DataError
+from manyhands.values.sizes import parse_bytes
 
 # ---- tasks
 
@@ -100,13 +101,13 @@ class Counting:
         return future
 
 
-def squares(log: Path, n: int, key: str = "") -> list[Job]:
-    return [Job(f"{i:03}", square, (i, log), nbytes=10, key=key) for i in range(n)]
+def squares(log: Path, n: int, key: str = "") -> list[DataTask]:
+    return [DataTask(f"{i:03}", square, (i, log), nbytes=10, key=key) for i in range(n)]
 
 
 @pytest.mark.parametrize("how", ["inline", "processes", "threads", "submit only"])
 def test_results_come_in_order_and_are_kept(tmp_path: Path, how: str) -> None:
-    log, seen = tmp_path / "log", list[Progress]()
+    log, seen = tmp_path / "log", list[PhaseProgress]()
     with ThreadPoolExecutor(3) as threads:
         executor = {"threads": threads, "submit only": SubmitOnly()}.get(how)
         workers = 1 if how == "inline" else 2
@@ -115,7 +116,7 @@ def test_results_come_in_order_and_are_kept(tmp_path: Path, how: str) -> None:
                 results = crew.do("square", squares(log, n), Square)
                 assert [r.n for r in results] == [i * i for i in range(n)]
     assert sorted(noted(log)) == sorted(str(i) for i in range(9))
-    assert seen[-1] == Progress("square", 9, 9, 90, 90)
+    assert seen[-1] == PhaseProgress("square", 9, 9, 90, 90)
 
 
 def test_another_key_or_a_damaged_checkpoint_is_done_again(tmp_path: Path) -> None:
@@ -132,27 +133,27 @@ def test_another_key_or_a_damaged_checkpoint_is_done_again(tmp_path: Path) -> No
 @pytest.mark.parametrize("workers", [1, 2])
 def test_the_first_failure_is_named_and_the_rest_is_kept(tmp_path: Path, workers: int) -> None:
     log = tmp_path / "log"
-    jobs = [Job(f"{i:03}", fails, (i, log, (5, 6))) for i in range(40)]
+    jobs = [DataTask(f"{i:03}", fails, (i, log, (5, 6))) for i in range(40)]
     with Crew(tmp_path, workers=workers) as crew:
         with pytest.raises(DataError, match="cannot do 5") as caught:
             crew.do("fail", jobs, Square)
         assert "task 005" in str(caught.value) and "test_map_reduce.py" in str(caught.value)
         assert len(noted(log)) < 38, "what had not begun was cancelled"
-        done = [Job(j.name, fails, (i, log, ())) for i, j in enumerate(jobs)]
+        done = [DataTask(j.name, fails, (i, log, ())) for i, j in enumerate(jobs)]
         assert [r.n for r in crew.do("fail", done, Square)] == [i * i for i in range(40)]
     assert sorted(map(int, noted(log))) == list(range(40))
 
 
 def test_a_killed_worker_is_replaced(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    jobs = [Job(f"{i:03}", dies, (i, log, int(i in (3, 9)))) for i in range(12)]
+    jobs = [DataTask(f"{i:03}", dies, (i, log, int(i in (3, 9)))) for i in range(12)]
     with Crew(tmp_path, workers=2) as crew:
         assert [r.n for r in crew.do("die", jobs, Square)] == [i * i for i in range(12)]
 
 
 def test_a_task_that_always_kills_its_worker_is_named(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    jobs = [Job(f"{i:03}", dies, (i, log, 99 if i == 4 else 0)) for i in range(8)]
+    jobs = [DataTask(f"{i:03}", dies, (i, log, 99 if i == 4 else 0)) for i in range(8)]
     died = pytest.raises(DataError, match=r"task 004 died twice .* is kept")
     with Crew(tmp_path, workers=2) as crew, died:
         crew.do("die", jobs, Square)
@@ -184,7 +185,7 @@ def test_only_a_few_jobs_are_under_way(tmp_path: Path) -> None:
 def test_what_cannot_be_sent_is_said(tmp_path: Path) -> None:
     lock, refused = Lock(), pytest.raises(DataError, match="cannot be sent")
     with Crew(tmp_path, workers=2) as crew, refused:
-        crew.do("x", [Job(n, lambda: lock) for n in "ab"], Square)
+        crew.do("x", [DataTask(n, lambda: lock) for n in "ab"], Square)
 
 
 @pytest.mark.parametrize(
@@ -398,7 +399,7 @@ def test_columns_too_large_for_one_piece(tmp_path: Path, monkeypatch: pytest.Mon
     table, splits, keys = rows(200, seed=1)
     table = pa.concat_tables([table.slice(0, 90), table.slice(90)])
     expected = shuffled(tmp_path, table, splits, keys, [50], [3, 2])
-    monkeypatch.setattr(shuffle, "LIMIT", 100)
+    monkeypatch.setattr(external_shuffle, "LIMIT", 100)
     for got, want in zip(
         shuffled(tmp_path, table, splits, keys, [50], [3, 2]), expected, strict=True
     ):

@@ -22,12 +22,12 @@ from torch import nn
 
 import manyhands as mh
 from manyhands.data.encoding.encoders import Encoders
-from manyhands.data.fetching.peers import ShardServer
-from manyhands.data.fetching.placement import Host, place
+from manyhands.data.fetching.placement import ShardHost, place
 from manyhands.data.fetching.shard_cache import Cache
+from manyhands.data.fetching.shard_server import ShardServer
 from manyhands.data.fetching.transfer import Direct, Peer, Peers, Replicate
-from manyhands.data.preparing.look import overview, verified
-from manyhands.data.preparing.record_accounts import alike
+from manyhands.data.preparing.lineage import alike
+from manyhands.data.preparing.overview import overview, verified
 from manyhands.data.shards.manifest import read_manifest
 from manyhands.data.shards.shard_formats import read_table
 from manyhands.launch.engines.launcher import Launcher
@@ -109,7 +109,7 @@ def test_formats_hold_the_same_records(tmp_path: Path, format: str) -> None:
     mh.prepare([source], to, label="income", roles={"note": "text"}, format=format, workers=1)
     assert not verified(to)
     records = mh.prepared(to)
-    from manyhands.data.reading.records import open_data
+    from manyhands.data.open_data import open_data
 
     train, held_out = open_data(records, None)
     assert held_out is not None
@@ -458,7 +458,7 @@ def test_mnist_as_it_is_given_away(tmp_path: Path) -> None:
         "image": ("image", (28, 28, 1)),
         "label": ("label", ()),
     }
-    from manyhands.data.reading.records import open_data
+    from manyhands.data.open_data import open_data
 
     batch: dict[str, Any] = open_data(str(tmp_path / "out"), None)[0].batch(np.arange(80))
     assert batch["image"].dtype == torch.uint8 and batch["image"].shape == (80, 28, 28, 1)
@@ -522,7 +522,7 @@ def test_any_placement_and_transfer_gives_the_same_bits(
     made = mh.prepare([source], folder, label="income", workers=1, shard_size="5kB")
     shards = [shard for split in made.splits.values() for shard in split.shards]
     secret = Credentials.of(b"only holders of this may ask....", "shards")
-    placement = place(shards, [Host("a"), Host("b")], policy)
+    placement = place(shards, [ShardHost("a"), ShardHost("b")], policy)
     servers: dict[str, ShardServer] = {}
     try:
         for host in ("a", "b"):

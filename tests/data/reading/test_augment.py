@@ -182,7 +182,7 @@ def test_numbers_are_spread_as_they_should() -> None:
 def test_the_normal_quantile_is_right() -> None:
     from statistics import NormalDist
 
-    from manyhands.data.reading.draw import _normal_quantile
+    from manyhands.data.ordering.record_randomness import _normal_quantile
 
     p = np.concatenate([np.linspace(0.001, 0.999, 99), [1e-12, 1e-6, 1 - 1e-6]])
     wanted = [NormalDist().inv_cdf(x) for x in p.tolist()]

@@ -6,9 +6,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.data.reading.feed import Feed, held_out_batches
-from manyhands.data.reading.order import order, permutation
-from manyhands.data.reading.records import open_data, record_ids
+from manyhands.data.open_data import open_data
+from manyhands.data.ordering.epoch_order import order
+from manyhands.data.ordering.keyed_permutation import permutation
+from manyhands.data.reading.micro_batch_feed import MicroBatchFeed, held_out_batches
 from manyhands.training.compute.seeds import seed_everything
 from manyhands.values.errors import TaskError
 
@@ -42,9 +43,9 @@ def columns(n: int) -> dict[str, torch.Tensor]:
     return {"i": torch.arange(n), "x": torch.randn(n, 3)}
 
 
-def feed(n: int = 101) -> Feed:
+def feed(n: int = 101) -> MicroBatchFeed:
     records, _ = open_data(columns(n), None)
-    return Feed(records, seed=5, batch=32, micro_batch=8, seeder=seed_everything)
+    return MicroBatchFeed(records, seed=5, batch=32, micro_batch=8, seeder=seed_everything)
 
 
 def test_two_epochs_of_micro_batches_hold_every_record_twice() -> None:
@@ -61,8 +62,8 @@ def test_two_epochs_of_micro_batches_hold_every_record_twice() -> None:
 def test_a_held_out_fraction_is_disjoint_and_does_not_depend_on_the_seed() -> None:
     train, held = open_data(columns(50), 0.2)
     assert held is not None and (len(train), len(held)) == (40, 10)
-    ours = record_ids(train, np.arange(40))
-    theirs = record_ids(held, np.arange(10))
+    ours = train.names(np.arange(40))
+    theirs = held.names(np.arange(10))
     assert sorted([*ours, *theirs]) == list(range(50))
 
 

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manyhands.data.columns.schema import Column
-from manyhands.data.reading.order import ShardOrder, order
+from manyhands.data.ordering.epoch_order import order
+from manyhands.data.ordering.shuffle_windows import ShardOrder
 from manyhands.data.shards.manifest import BLOCK_BYTES, ShardInfo
 from manyhands.data.shards.shard_file import Ragged, check_blocks, open_shard, write_shard
 from manyhands.values.errors import DataDamaged, DataError

@@ -21,21 +21,21 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from manyhands.data.columns.schema import name_of, type_of
-from manyhands.data.sources.cutting.source import Bad, Piece, Source
-from manyhands.data.sources.formats.columnar import Columnar
-from manyhands.data.sources.formats.idx import Idx
+from manyhands.data.sources.cutting.source import Bad, Source, TablePiece
+from manyhands.data.sources.formats.idx_files import Idx
 from manyhands.data.sources.formats.image_folder import Images
+from manyhands.data.sources.formats.parquet_and_arrow import Columnar
 from manyhands.data.sources.formats.python_iterable import spool
 from manyhands.data.sources.formats.tfrecord_files import TFRecords
 from manyhands.data.tfrecord.framing import frame
-from manyhands.data.tfrecord.writing_examples import encode
+from manyhands.data.tfrecord.write_examples import encode
 from manyhands.values.errors import DataError, DataTaskFailed
 
 BIG = 1 << 40
 UTC = dt.UTC
 
 
-def pieces(source: Source, target: int, types: Mapping[str, str] = {}) -> Iterator[Piece]:
+def pieces(source: Source, target: int, types: Mapping[str, str] = {}) -> Iterator[TablePiece]:
     kinds = {name: type_of(kind) for name, kind in types.items()}
     for chunk in source.chunks(target):
         for piece in source.read(chunk, kinds, target):

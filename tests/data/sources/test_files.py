@@ -24,11 +24,11 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from manyhands.data.sources.access import files
-from manyhands.data.sources.access.urls import hide, shown
+from manyhands.data.sources.access.url_secrets import hide, shown
 from manyhands.data.sources.cutting.source import Source
 from manyhands.data.sources.open_sources import Options, open_sources
 from manyhands.data.tfrecord.framing import frame
-from manyhands.data.tfrecord.writing_examples import encode
+from manyhands.data.tfrecord.write_examples import encode
 from manyhands.values.errors import DataError
 
 needs_http = pytest.mark.skipif(

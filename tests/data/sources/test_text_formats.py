@@ -16,14 +16,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from manyhands.data.columns.schema import unify
-from manyhands.data.sources.cutting.record_boundaries import Found, Rule, find_records, records_of
-from manyhands.data.sources.cutting.source import Bad, Chunk, Piece, Source, Types
+from manyhands.data.sources.cutting.record_boundaries import (
+    FoundRecords,
+    RecordRule,
+    find_records,
+    records_of,
+)
+from manyhands.data.sources.cutting.source import Bad, Chunk, Source, TablePiece, Types
 from manyhands.data.sources.formats.access_log import AccessLog, JsonLines, PlainText
-from manyhands.data.sources.formats.delimited import Delimited
-from manyhands.data.sources.formats.plaintext import find_windows
-from manyhands.data.sources.values.fields import Dialect, split
+from manyhands.data.sources.formats.csv_files import Delimited
+from manyhands.data.sources.formats.plain_text import find_windows
+from manyhands.data.sources.values.csv_fields import Dialect, split
+from manyhands.data.sources.values.dates_in_text import all_times
 from manyhands.data.sources.values.text_values import cleaned, converted, inferred, nulls_of
-from manyhands.data.sources.values.times import all_times
 from manyhands.values.errors import DataError
 
 TIME = pa.timestamp("us")
@@ -39,11 +44,11 @@ def put(folder: Path, name: str, content: str | bytes) -> str:
     return str(path)
 
 
-def pieces(source: Source, types: Types | None = None, target: int = MB) -> list[Piece]:
+def pieces(source: Source, types: Types | None = None, target: int = MB) -> list[TablePiece]:
     return [p for c in source.chunks(target) for p in source.read(c, types or {}, target)]
 
 
-def rows(found: Sequence[Piece]) -> list[tuple[int, dict[str, Any]]]:
+def rows(found: Sequence[TablePiece]) -> list[tuple[int, dict[str, Any]]]:
     return [
         (int(number), row)
         for piece in found
@@ -55,19 +60,19 @@ def as_rows(table: pa.Table) -> list[dict[str, Any]]:
     return table.to_pylist() if table.num_columns else [{}] * table.num_rows
 
 
-def bads(found: Sequence[Piece]) -> list[Bad]:
+def bads(found: Sequence[TablePiece]) -> list[Bad]:
     return [bad for piece in found for bad in piece.bad]
 
 
-def values(found: Sequence[Piece], name: str) -> list[Any]:
+def values(found: Sequence[TablePiece], name: str) -> list[Any]:
     return [row.get(name) for _, row in rows(found)]
 
 
-def whats(found: Sequence[Piece]) -> list[tuple[int, int, str]]:
+def whats(found: Sequence[TablePiece]) -> list[tuple[int, int, str]]:
     return [(bad.record, bad.byte, bad.what) for bad in bads(found)]
 
 
-def types_of(found: Sequence[Piece]) -> dict[str, pa.DataType]:
+def types_of(found: Sequence[TablePiece]) -> dict[str, pa.DataType]:
     names = {name for piece in found for name in piece.table.column_names}
     return {
         name: unify(p.table.schema.field(name).type for p in found if name in p.table.column_names)
@@ -88,14 +93,14 @@ def same_however_cut(source: Source, target: int) -> None:
     assert sorted(found) == list(range(len(found)))
 
 
-def filled(found: Sequence[Piece], names: Types) -> list[Any]:
+def filled(found: Sequence[TablePiece], names: Types) -> list[Any]:
     return [(number, [row.get(name) for name in names]) for number, row in rows(found)]
 
 
 # Where records begin
 
 
-def one_by_one(data: bytes, rule: Rule) -> list[tuple[int, bytes | None, str]]:
+def one_by_one(data: bytes, rule: RecordRule) -> list[tuple[int, bytes | None, str]]:
     """The definition, a byte at a time: where each record begins, what it is, what is wrong."""
     found: list[tuple[int, bytes | None, str]] = []
     at = 0
@@ -137,7 +142,7 @@ def blocks(data: bytes, size: int) -> Any:
     return read
 
 
-def told(found: Found) -> list[tuple[int, bytes | None, str]]:
+def told(found: FoundRecords) -> list[tuple[int, bytes | None, str]]:
     return [
         (
             found.start + int(found.begins[i]),
@@ -157,7 +162,7 @@ def told(found: Found) -> list[tuple[int, bytes | None, str]]:
 def test_records_are_found_whatever_the_blocks(
     data: bytes, size: int, limit: int, quote: bytes
 ) -> None:
-    rule = Rule(b",", quote, limit=limit)
+    rule = RecordRule(b",", quote, limit=limit)
     found = list(find_records(blocks(data, size), rule))
     assert [record for f in found for record in told(f)] == one_by_one(data, rule)
     numbers = [f.first + i for f in found for i in range(len(f))]
@@ -176,7 +181,7 @@ def test_paragraphs_are_what_blank_lines_separate(data: list[str], size: int) ->
         else:
             want.append(line)
     raw = text.encode()
-    found = find_records(blocks(raw, size), Rule(paragraphs=True))
+    found = find_records(blocks(raw, size), RecordRule(paragraphs=True))
     got = [f.record(i).decode().rstrip() for f in found for i in range(len(f))]
     assert got == [w.rstrip() for w in want if w]
 
@@ -538,7 +543,7 @@ def test_json_lines_are_the_same_however_cut_and_read(
     source = JsonLines((path,), columns=("b", "a"), times=(("a",), ("c", "b")))
     same_however_cut(source, target)
     whole = Chunk(0, 0, len(data), 0, len(data))
-    both = zip(records_of(path, whole, Rule(), MB), source.read(whole, {}, MB), strict=True)
+    both = zip(records_of(path, whole, RecordRule(), MB), source.read(whole, {}, MB), strict=True)
     for found, quick in both:
         exact = source._exactly(found, {}, path)
         assert quick.table.schema == exact.table.schema

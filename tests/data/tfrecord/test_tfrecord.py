@@ -17,11 +17,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.data.tfrecord import scanning
-from manyhands.data.tfrecord.examples import Parsed, parse
-from manyhands.data.tfrecord.feature_kinds import Kind
+from manyhands.data.tfrecord import scan_features
+from manyhands.data.tfrecord.feature_kinds import FeatureType
 from manyhands.data.tfrecord.framing import check, frame, gather, index
-from manyhands.data.tfrecord.writing_examples import encode
+from manyhands.data.tfrecord.parse_examples import Parsed, parse
+from manyhands.data.tfrecord.write_examples import encode
 from manyhands.values.errors import DataError
 
 FIXTURES = Path(__file__).parent / "made_by_tensorflow"
@@ -33,7 +33,7 @@ def laid_out(records: Sequence[bytes]) -> tuple[bytes, Any, Any]:
     return b"".join(records), np.cumsum(lengths) - lengths, lengths
 
 
-def parse_all(records: Sequence[bytes], columns: dict[str, Kind] | None = None) -> Parsed:
+def parse_all(records: Sequence[bytes], columns: dict[str, FeatureType] | None = None) -> Parsed:
     parsed = parse(*laid_out(records), columns)
     assert sorted([*parsed.rows, *(d.record for d in parsed.bad)]) == list(range(len(records)))
     assert len(parsed.rows) == parsed.table.num_rows
@@ -42,7 +42,7 @@ def parse_all(records: Sequence[bytes], columns: dict[str, Kind] | None = None) 
 
 def slowly(monkeypatch: pytest.MonkeyPatch) -> None:
     """From here on, every record is read field by field."""
-    monkeypatch.setattr(scanning, "_MISSES", 0)
+    monkeypatch.setattr(scan_features, "_MISSES", 0)
 
 
 def as_lines(parsed: Parsed) -> list[str]:
@@ -347,8 +347,8 @@ def test_regular_records_are_not_read_one_by_one(monkeypatch: pytest.MonkeyPatch
         body = b"".join(entries[k] for k in draw.permutation(len(names)))
         records.append(b"\x0a" + varint(len(body)) + body)
     calls: list[bytes] = []
-    read = scanning.read_example
-    monkeypatch.setattr(scanning, "read_example", lambda raw: calls.append(raw) or read(raw))
+    read = scan_features.read_example
+    monkeypatch.setattr(scan_features, "read_example", lambda raw: calls.append(raw) or read(raw))
     parsed = parse_all(records)
     assert len(calls) < 60
     assert as_lines(parsed) == as_lines(Parsed(table, parsed.rows, []))
@@ -370,7 +370,7 @@ def test_a_record_that_does_not_fit_its_column_is_named() -> None:
     )
     records = [ints("a", 1), ints("a", 1, 2), text, b"", b"\x0a\x05", other, ints("a", 300)]
 
-    def whats(kind: Kind) -> dict[int, str]:
+    def whats(kind: FeatureType) -> dict[int, str]:
         bad = parse_all(records, {"a": kind}).bad
         assert [d.byte for d in bad] == [laid_out(records)[1][d.record] for d in bad]
         return {d.record: d.what for d in bad}
@@ -426,7 +426,7 @@ def test_damage_that_no_checksum_saw_never_raises(random: Any, records: int) -> 
 def test_records_that_share_no_features_need_no_memory_for_what_they_lack(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(scanning, "_CELLS", 1000)
+    monkeypatch.setattr(scan_features, "_CELLS", 1000)
     records = [ints(f"name {i}", i) for i in range(200)]
     with pytest.raises(DataError, match="Name the columns"):
         parse_all(records)

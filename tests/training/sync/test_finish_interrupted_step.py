@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from manyhands.accounting.micro_batches import Cut
-from manyhands.data.reading.feed import Feed
-from manyhands.data.reading.records import open_data
+from manyhands.data.open_data import open_data
+from manyhands.data.reading.micro_batch_feed import MicroBatchFeed
 from manyhands.training.collective.collective import Sizes
 from manyhands.training.collective.shared_memory import SharedMemory, SharedRoom
 from manyhands.training.collective.two_level import TwoLevel
@@ -68,7 +68,7 @@ class Hand:
         self.loss = task.loss
         self.replica = Replica(model, optimizer, schedule, memory, torch.device("cpu"))
         records, _ = open_data(task.data, None)
-        self.feed = Feed(
+        self.feed = MicroBatchFeed(
             records,
             seed=train.seed,
             batch=train.batch,

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from manyhands.data.reading.feed import Feed
-from manyhands.data.reading.records import open_data
+from manyhands.data.open_data import open_data
+from manyhands.data.reading.micro_batch_feed import MicroBatchFeed
 from manyhands.training.collective import two_level as tiers_module
 from manyhands.training.collective.collective import (
     FACTS,
@@ -172,7 +172,7 @@ class Hand:
         self.loss, self.view, self.deadly = task.loss, View(0), list[Store]()
         self.replica = Replica(model, optimizer, schedule, memory, torch.device("cpu"))
         records, _ = open_data(task.data, None)
-        self.feed = Feed(
+        self.feed = MicroBatchFeed(
             records,
             seed=train.seed,
             batch=train.batch,

@@ -17,15 +17,15 @@ import stat
 from typing import BinaryIO, cast
 
 from manyhands.data.sources.access import remote_files
-from manyhands.data.sources.access.remote_files import trouble
-from manyhands.data.sources.access.unpack import (
+from manyhands.data.sources.access.decompress import (
     HEAD_BYTES,
     SUFFIXES,
     Compression,
     Unpacked,
     by_magic,
 )
-from manyhands.data.sources.access.urls import is_url, shown
+from manyhands.data.sources.access.remote_files import trouble
+from manyhands.data.sources.access.url_secrets import is_url, shown
 from manyhands.values.errors import DataError
 
 __all__ = [
@@ -161,7 +161,7 @@ def open_anywhere(url: str) -> BinaryIO:
         return open(path, "rb")
 
 
-class _Stored(io.RawIOBase):
+class _StoredFile(io.RawIOBase):
     """A file as stored. What goes wrong while reading is named like what goes wrong on opening."""
 
     def __init__(self, url: str) -> None:
@@ -190,7 +190,7 @@ class _Stored(io.RawIOBase):
 
 
 def _open_stored(url: str) -> io.BufferedReader:
-    return io.BufferedReader(_Stored(url), _BUFFER_BYTES)
+    return io.BufferedReader(_StoredFile(url), _BUFFER_BYTES)
 
 
 def _compression(url: str, head: bytes) -> Compression | None:

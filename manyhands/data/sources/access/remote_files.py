@@ -20,7 +20,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.spec import AbstractFileSystem
 
-from manyhands.data.sources.access.urls import hide, protocols, shown
+from manyhands.data.sources.access.url_secrets import hide, protocols, shown
 from manyhands.values.errors import DataError
 
 PACKAGES = {

@@ -18,12 +18,12 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from manyhands.data.columns.array_types import Positions
 from manyhands.data.sources.access import files
 from manyhands.data.sources.cutting.source import Bad, Chunk
 from manyhands.values.errors import DataError
 
-Places = NDArray[np.int64]
-Blocks = Callable[[int], Iterator[bytes]]
+BlockReader = Callable[[int], Iterator[bytes]]
 """The bytes of a file from a place on."""
 
 NEWLINE = 10
@@ -36,11 +36,11 @@ _CACHED = 256 << 10
 _MOST_BYTES = 512 << 20
 """Of a block: Arrow counts the bytes of a column of text in 31 bits."""
 
-Trouble = Literal["", "too long", "quote"]
+RecordTrouble = Literal["", "too long", "quote"]
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class RecordRule:
     """What a record is."""
 
     delimiter: bytes = b""
@@ -55,7 +55,7 @@ class Rule:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundRecords:
     """Neighbouring records; or one that cannot be had, of which only the beginning is here."""
 
     data: bytes
@@ -63,10 +63,10 @@ class Found:
     """Where `data` begins in the file."""
     first: int
     """The number of the first record."""
-    begins: Places
-    stops: Places
+    begins: Positions
+    stops: Positions
     """Of each record, in `data`, without its line end."""
-    trouble: Trouble = ""
+    trouble: RecordTrouble = ""
 
     def __len__(self) -> int:
         return len(self.begins)
@@ -94,7 +94,7 @@ def printable(data: bytes) -> str:
 class Scan:
     """Finds record ends in blocks that follow one another."""
 
-    def __init__(self, rule: Rule, at: int) -> None:
+    def __init__(self, rule: RecordRule, at: int) -> None:
         self.rule = rule
         self.at = at
         self.open = False
@@ -106,7 +106,7 @@ class Scan:
         self._ink = False
         self._space = _table(rule.space + b"\n")
 
-    def ends(self, block: bytes) -> Places:
+    def ends(self, block: bytes) -> Positions:
         """The places in `block` just behind each record's end."""
         data = np.frombuffer(block, np.uint8)
         lines = _places(data, NEWLINE) + 1
@@ -118,7 +118,7 @@ class Scan:
         self._last = block[-1] if block else self._last
         return lines
 
-    def _outside_quotes(self, block: bytes, data: NDArray[np.uint8], lines: Places) -> Places:
+    def _outside_quotes(self, block: bytes, data: NDArray[np.uint8], lines: Positions) -> Positions:
         marks = _places(data, ord(self.rule.quote))
         if not len(marks):  # all of it is inside
             self._note_line(block, 0)
@@ -136,7 +136,7 @@ class Scan:
         self._note_quotes(block, marks)
         return lines[~inside]
 
-    def _without_strays(self, marks: Places, starts: NDArray[np.bool_]) -> Places:
+    def _without_strays(self, marks: Positions, starts: NDArray[np.bool_]) -> Positions:
         is_open, closed_at = self.open, self._closed_at - self.at
         kept: list[int] = []
         for mark, at_start in zip(marks.tolist(), starts.tolist(), strict=True):
@@ -149,7 +149,7 @@ class Scan:
             kept.append(mark)
         return np.array(kept, dtype=np.int64)
 
-    def _note_quotes(self, block: bytes, marks: Places) -> None:
+    def _note_quotes(self, block: bytes, marks: Positions) -> None:
         """Remember what the block leaves open, and in which line it was opened."""
         if not len(marks):
             return
@@ -172,7 +172,7 @@ class Scan:
         if end >= 0:
             self.after = self.at + end + 1
 
-    def _blank(self, data: NDArray[np.uint8], lines: Places) -> Places:
+    def _blank(self, data: NDArray[np.uint8], lines: Positions) -> Positions:
         """Only the ends of blank lines."""
         if not len(data):
             return lines
@@ -184,7 +184,7 @@ class Scan:
         return lines[~ink[: len(lines)]]
 
 
-def _places(data: NDArray[np.uint8], byte: int) -> Places:
+def _places(data: NDArray[np.uint8], byte: int) -> Positions:
     """Where a byte is, looked for in parts that the processor's cache holds."""
     parts = [
         np.flatnonzero(data[at : at + _CACHED] == byte) + at for at in range(0, len(data), _CACHED)
@@ -198,7 +198,9 @@ def _table(chars: bytes) -> NDArray[np.bool_]:
     return table
 
 
-def find_records(read: Blocks, rule: Rule, start: int = 0, first: int = 0) -> Iterator[Found]:
+def find_records(
+    read: BlockReader, rule: RecordRule, start: int = 0, first: int = 0
+) -> Iterator[FoundRecords]:
     """All records from `start`, where one begins, to where `read` ends."""
     at, number = start, first
     while True:
@@ -238,13 +240,15 @@ def find_records(read: Blocks, rule: Rule, start: int = 0, first: int = 0) -> It
         yield from _lines(rest, rest_at, number, np.array([len(rest)]), rule)
 
 
-def _lost(beginning: bytes, start: int, number: int, trouble: Trouble) -> Found:
+def _lost(beginning: bytes, start: int, number: int, trouble: RecordTrouble) -> FoundRecords:
     beginning = beginning[:_SHOWN]
     stops = np.array([len(beginning)])
-    return Found(beginning, start, number, np.zeros(1, np.int64), stops, trouble)
+    return FoundRecords(beginning, start, number, np.zeros(1, np.int64), stops, trouble)
 
 
-def _lines(data: bytes, start: int, first: int, ends: Places, rule: Rule) -> Iterator[Found]:
+def _lines(
+    data: bytes, start: int, first: int, ends: Positions, rule: RecordRule
+) -> Iterator[FoundRecords]:
     """The records that end at `ends`; blank ones are left out, long ones come by themselves."""
     begins = np.concatenate(([0], ends[:-1]))
     long = ends - begins > rule.limit
@@ -263,16 +267,16 @@ def _lines(data: bytes, start: int, first: int, ends: Places, rule: Rule) -> Ite
         at = i + 1
 
 
-def _found(data: bytes, start: int, first: int, begins: Places, ends: Places) -> Found:
+def _found(data: bytes, start: int, first: int, begins: Positions, ends: Positions) -> FoundRecords:
     offset = int(begins[0])
     array = np.frombuffer(data, np.uint8)
     stops = ends - (array[ends - 1] == NEWLINE)
     stops -= (stops < ends) & (stops > begins) & (array[stops - 1] == ord("\r"))
     data = data[offset:] if offset else data
-    return Found(data, start + offset, first, begins - offset, stops - offset)
+    return FoundRecords(data, start + offset, first, begins - offset, stops - offset)
 
 
-def _blanks(data: bytes, begins: Places, ends: Places, space: bytes) -> NDArray[np.bool_]:
+def _blanks(data: bytes, begins: Positions, ends: Positions, space: bytes) -> NDArray[np.bool_]:
     array, table = np.frombuffer(data, np.uint8), _table(space + b"\n")
     blank = table[array[begins]] & table[array[np.maximum(ends - 2, begins)]]
     strip = space + b"\n"
@@ -281,7 +285,7 @@ def _blanks(data: bytes, begins: Places, ends: Places, space: bytes) -> NDArray[
     return blank
 
 
-def chunks_of(url: str, file: int, rule: Rule, begin: int, target_bytes: int) -> list[Chunk]:
+def chunks_of(url: str, file: int, rule: RecordRule, begin: int, target_bytes: int) -> list[Chunk]:
     """A file cut at the first record behind each multiple of `target_bytes`; a compressed file is
     one chunk, for it can be read from its beginning only."""
     size = files.size_of(url)
@@ -293,7 +297,7 @@ def chunks_of(url: str, file: int, rule: Rule, begin: int, target_bytes: int) ->
 
 
 def cut(
-    records: Iterable[Found], file: int, begin: int, size: int, target_bytes: int
+    records: Iterable[FoundRecords], file: int, begin: int, size: int, target_bytes: int
 ) -> list[Chunk]:
     """Chunks that begin at the first record behind each multiple of `target_bytes`."""
     cuts: list[tuple[int, int]] = []
@@ -313,7 +317,9 @@ def cut(
     ]
 
 
-def records_of(url: str, chunk: Chunk, rule: Rule, target_bytes: int) -> Iterator[Found]:
+def records_of(
+    url: str, chunk: Chunk, rule: RecordRule, target_bytes: int
+) -> Iterator[FoundRecords]:
     """The records of a chunk, about `target_bytes` of them at a time."""
     read = blocks_of(url, chunk.stop, block_bytes_of(chunk, target_bytes))
     return find_records(read, rule, chunk.start, chunk.first)
@@ -328,7 +334,7 @@ def block_bytes_of(chunk: Chunk, target_bytes: int) -> int:
     return -(-size // max(1, round(size / target_bytes)))
 
 
-def blocks_of(url: str, stop: int, block_bytes: int) -> Blocks:
+def blocks_of(url: str, stop: int, block_bytes: int) -> BlockReader:
     """How to read a file from any place to `stop`."""
 
     def stored(start: int) -> Iterator[bytes]:

@@ -50,7 +50,7 @@ class Bad(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TablePiece:
     """Some neighbouring records as a table."""
 
     table: pa.Table
@@ -81,6 +81,6 @@ class Source(Protocol):
         begin (a torn TFRecord, say) is left to `read` to name."""
         ...
 
-    def read(self, chunk: Chunk, types: Types, target_bytes: int) -> Iterator[Piece]:
+    def read(self, chunk: Chunk, types: Types, target_bytes: int) -> Iterator[TablePiece]:
         """The chunk's records in pieces of at most about `target_bytes` of raw data each."""
         ...

@@ -19,23 +19,23 @@ import pyarrow.compute as pc
 from manyhands.data.sources.access import files
 from manyhands.data.sources.cutting.record_boundaries import (
     MAX_FIELD,
-    Found,
-    Rule,
+    FoundRecords,
+    RecordRule,
     chunks_of,
     records_of,
 )
-from manyhands.data.sources.cutting.source import Chunk, Piece, Types
+from manyhands.data.sources.cutting.source import Chunk, TablePiece, Types
 from manyhands.data.sources.formats import sniffing
-from manyhands.data.sources.formats.jsonlines import JsonLines
-from manyhands.data.sources.formats.plaintext import PlainText
-from manyhands.data.sources.values.fields import (
+from manyhands.data.sources.formats.json_lines import JsonLines
+from manyhands.data.sources.formats.plain_text import PlainText
+from manyhands.data.sources.values.csv_fields import (
     TextColumns,
     checked_encoding,
     lost_piece,
     text_lines,
     typed_piece,
 )
-from manyhands.data.sources.values.times import TIME
+from manyhands.data.sources.values.dates_in_text import TIME
 
 __all__ = ["AccessLog", "JsonLines", "PlainText"]
 
@@ -89,15 +89,15 @@ class AccessLog:
         return tuple(map(files.shown, self.urls))
 
     def chunks(self, target_bytes: int) -> list[Chunk]:
-        rule = Rule(limit=self.limit)
+        rule = RecordRule(limit=self.limit)
         return [
             chunk
             for file, url in enumerate(self.urls)
             for chunk in chunks_of(url, file, rule, sniffing.begin_of(url), target_bytes)
         ]
 
-    def read(self, chunk: Chunk, types: Types, target_bytes: int) -> Iterator[Piece]:
-        url, rule = self.urls[chunk.file], Rule(limit=self.limit)
+    def read(self, chunk: Chunk, types: Types, target_bytes: int) -> Iterator[TablePiece]:
+        url, rule = self.urls[chunk.file], RecordRule(limit=self.limit)
         kinds = {name: types.get(name, _DEFAULTS.get(name, pa.string())) for name in _COLUMNS}
         for found in records_of(url, chunk, rule, target_bytes):
             if found.trouble:
@@ -105,7 +105,7 @@ class AccessLog:
             else:
                 yield self._piece(found, kinds, files.shown(url))
 
-    def _piece(self, found: Found, kinds: Types, file: str) -> Piece:
+    def _piece(self, found: FoundRecords, kinds: Types, file: str) -> TablePiece:
         lines = text_lines(found, self.encoding, file)
         texts, rows, bad = lines.columns[0], lines.rows, lines.bad
         fields = pc.extract_regex(texts, pattern=_LINE)

@@ -23,8 +23,8 @@ from manyhands.data.sources.access.files import (
     shown,
     size_of,
 )
-from manyhands.data.sources.cutting.source import Bad, Chunk, Piece, Types
-from manyhands.data.sources.values.casting import piece_of
+from manyhands.data.sources.cutting.source import Bad, Chunk, TablePiece, Types
+from manyhands.data.sources.values.arrow_casting import piece_of
 
 FORMATS = ("PNG", "JPEG", "GIF", "BMP", "WEBP", "TIFF")
 SUFFIXES = frozenset(
@@ -62,7 +62,7 @@ class Images:
             size += nbytes
         return [*found, Chunk(0, start, len(self.urls), start, size)]
 
-    def read(self, chunk: Chunk, types: Types, target_bytes: int) -> Iterator[Piece]:
+    def read(self, chunk: Chunk, types: Types, target_bytes: int) -> Iterator[TablePiece]:
         rows: list[tuple[int, bytes, str | None, str]] = []
         bad: list[Bad] = []
         size = 0
@@ -87,7 +87,7 @@ class Images:
 
     def _piece(
         self, rows: Sequence[tuple[int, bytes, str | None, str]], bad: list[Bad], types: Types
-    ) -> Piece:
+    ) -> TablePiece:
         numbers = np.array([row[0] for row in rows], dtype=np.int64)
         columns = [pa.array([row[i] for row in rows], _SCHEMA.field(i - 1).type) for i in (1, 2, 3)]
         table = pa.table(columns, schema=_SCHEMA)

@@ -18,9 +18,15 @@ import numpy as np
 import pyarrow as pa
 import xxhash
 
-from manyhands.data.sources.cutting.source import Bad, Chunk, Piece, Types
-from manyhands.data.sources.formats.python_rows import Row, as_row, described, size_of_row, table_of
-from manyhands.data.sources.values.casting import piece_of
+from manyhands.data.sources.cutting.source import Bad, Chunk, TablePiece, Types
+from manyhands.data.sources.formats.python_rows import (
+    PythonRow,
+    as_row,
+    described,
+    size_of_row,
+    table_of,
+)
+from manyhands.data.sources.values.arrow_casting import piece_of
 from manyhands.values.errors import DataError, DataTaskFailed
 from manyhands.values.task import user_traceback
 
@@ -29,7 +35,7 @@ _BATCH_ROWS = 1024
 _BATCH_BYTES = 4 << 20
 
 
-class Part(msgspec.Struct, frozen=True):
+class SpooledFile(msgspec.Struct, frozen=True):
     """A file of the folder; its last column has the records' numbers."""
 
     file: str
@@ -43,7 +49,7 @@ class Spooled:
     """What an iterable gave."""
 
     folder: str
-    parts: tuple[Part, ...]
+    parts: tuple[SpooledFile, ...]
     shapes: Mapping[str, tuple[int, ...]]
     """Of the columns whose values are arrays of one shape."""
     digest: str
@@ -56,7 +62,7 @@ class Spooled:
     def chunks(self, target_bytes: int) -> list[Chunk]:
         return [Chunk(0, i, i + 1, part.first, part.nbytes) for i, part in enumerate(self.parts)]
 
-    def read(self, chunk: Chunk, types: Types, target_bytes: int) -> Iterator[Piece]:
+    def read(self, chunk: Chunk, types: Types, target_bytes: int) -> Iterator[TablePiece]:
         for part in self.parts[chunk.start : chunk.stop]:
             with pa.memory_map(str(Path(self.folder) / part.file)) as source:
                 table = pa.ipc.open_file(source).read_all()
@@ -74,7 +80,7 @@ def spool(
     """All records, written to Arrow files of about `target_bytes` in `folder`."""
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
-    writer = _Writer(path, target_bytes)
+    writer = _SpoolWriter(path, target_bytes)
     for number, record in enumerate(_given(records)):
         writer.add(number, record, names)
     return writer.finished()
@@ -94,18 +100,18 @@ def _given(records: Iterable[object]) -> Iterator[object]:
         ) from error
 
 
-class _Writer:
+class _SpoolWriter:
     """Collects records in batches and batches in files; it holds one file and one batch."""
 
     def __init__(self, folder: Path, target_bytes: int) -> None:
         self._folder, self._target = folder, target_bytes
         self._columns: list[str] = []
-        self._rows: list[Row] = []
+        self._rows: list[PythonRow] = []
         self._numbers: list[int] = []
         self._size = 0
         self._tables: list[pa.Table] = []
         self._bad: list[Bad] = []
-        self._parts: list[Part] = []
+        self._parts: list[SpooledFile] = []
         self._seen = self._first = 0
         self._digest = xxhash.xxh3_64()
         self._shapes: dict[str, tuple[int, ...] | None] = {}
@@ -127,7 +133,7 @@ class _Writer:
         if len(self._rows) == _BATCH_ROWS or self._size > min(_BATCH_BYTES, self._target):
             self._close_batch()
 
-    def _note_shapes(self, row: Row) -> None:
+    def _note_shapes(self, row: PythonRow) -> None:
         for name, value in row.items():
             shape = value.shape if isinstance(value, np.ndarray) else None
             if value is not None and self._shapes.setdefault(name, shape) != shape:
@@ -165,7 +171,7 @@ class _Writer:
                 self._digest.update(block)
         mine = [bad for bad in self._bad if bad.record < stop]
         self._bad = self._bad[len(mine) :]
-        self._parts.append(Part(name, self._first, table.nbytes, mine))
+        self._parts.append(SpooledFile(name, self._first, table.nbytes, mine))
         self._first, self._tables = stop, []
 
     def finished(self) -> Spooled:

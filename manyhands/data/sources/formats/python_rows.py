@@ -15,15 +15,15 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from manyhands.data.columns.schema import unify
-from manyhands.data.sources.values import casting
+from manyhands.data.sources.values import arrow_casting
 
-Row = dict[str, Any]
+PythonRow = dict[str, Any]
 
 _REFUSALS = (pa.ArrowException, TypeError, ValueError, OverflowError)
 """What Arrow raises for values that it cannot hold."""
 
 
-def as_row(record: object, names: Sequence[str] | None, columns: Sequence[str]) -> Row:
+def as_row(record: object, names: Sequence[str] | None, columns: Sequence[str]) -> PythonRow:
     """The record by column, in the order of `columns` where they are known; else ValueError."""
     row = _named(record, names)
     for name in row:
@@ -46,12 +46,12 @@ def described(record: object) -> str:
     return f"a {type(record).__name__}"
 
 
-def size_of_row(row: Row) -> int:
+def size_of_row(row: PythonRow) -> int:
     """Roughly how many bytes its values are."""
     return sum(_size(value) for value in row.values())
 
 
-def table_of(rows: Sequence[Row], columns: Sequence[str]) -> tuple[pa.Table, dict[int, str]]:
+def table_of(rows: Sequence[PythonRow], columns: Sequence[str]) -> tuple[pa.Table, dict[int, str]]:
     """The rows as a table, without those that are bad: which they are and why."""
     arrays: list[pa.Array] = []
     wrong: dict[int, str] = {}
@@ -124,8 +124,8 @@ def _column(values: list[Any]) -> tuple[pa.Array, list[int]]:
         pass
     singles = [_single(value) for value in values]
     failed = [row for row, single in enumerate(singles) if single is None]
-    kind = unify(casting.ours(single.type) for single in singles if single is not None)
-    arrays = [pa.nulls(1, kind) if s is None else casting.cast(s, kind) for s in singles]
+    kind = unify(arrow_casting.ours(single.type) for single in singles if single is not None)
+    arrays = [pa.nulls(1, kind) if s is None else arrow_casting.cast(s, kind) for s in singles]
     return pa.concat_arrays(arrays), failed
 
 

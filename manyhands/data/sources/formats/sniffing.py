@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from manyhands.data.sources.access import files
 from manyhands.data.sources.cutting.record_boundaries import find_records, printable
-from manyhands.data.sources.values.fields import Dialect, split
+from manyhands.data.sources.values.csv_fields import Dialect, split
 from manyhands.data.sources.values.text_values import NULLS, inferred
 from manyhands.values.errors import DataError
 
@@ -27,7 +27,7 @@ _WORDS = {"tab": "\t", "\\t": "\t", "comma": ",", "semicolon": ";", "pipe": "|",
 _BOMS = {codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16"}
 _NAMES_SHOWN = 8
 
-Rows = list[list[str]]
+TextRows = list[list[str]]
 
 
 def head_of(urls: Sequence[str]) -> tuple[str, bytes]:
@@ -73,13 +73,13 @@ def delimiter_of(word: str) -> str:
     return _WORDS.get(word.lower(), word)
 
 
-def rows_of(head: bytes, dialect: Dialect) -> Rows:
+def rows_of(head: bytes, dialect: Dialect) -> TextRows:
     """The first records, without the one that the end of the head cut off."""
 
     def read(at: int) -> Iterator[bytes]:
         yield head[at:]
 
-    rows: Rows = []
+    rows: TextRows = []
     for found in find_records(read, dialect.rule):
         if found.trouble:
             break  # what the head cut off looks like a quote that is never closed
@@ -91,7 +91,7 @@ def rows_of(head: bytes, dialect: Dialect) -> Rows:
     return [[value.strip() for value in row] for row in rows]
 
 
-def columns_of(rows: Rows) -> int:
+def columns_of(rows: TextRows) -> int:
     """How many columns most records have."""
     counts = Counter(map(len, rows))
     return max(counts, key=lambda n: (counts[n], n)) if counts else 1
@@ -101,7 +101,7 @@ def sniff_delimiter(head: bytes, quote: str, encoding: str) -> str:
     """The character that cuts the records most evenly; of several, the one that makes more
     columns."""
     scores: dict[str, tuple[bool, int]] = {}
-    rows: dict[str, Rows] = {}
+    rows: dict[str, TextRows] = {}
     for candidate in _CANDIDATES:
         try:
             rows[candidate] = rows_of(head, Dialect(candidate, quote, encoding))
@@ -120,13 +120,13 @@ def sniff_delimiter(head: bytes, quote: str, encoding: str) -> str:
     return best
 
 
-def only_decimal_commas(rows: Rows) -> bool:
+def only_decimal_commas(rows: TextRows) -> bool:
     """Whether every comma is that of a number such as 1,5."""
     values = [value for row in rows for value in row if "," in value]
     return bool(values) and all(re.fullmatch(r"-?[\d.]*,\d+", value) for value in values)
 
 
-def has_header(rows: Rows) -> bool:
+def has_header(rows: TextRows) -> bool:
     """Whether the first record is the names of the columns.
 
     Names are no numbers, times or words for missing values. They are taken for names when records
@@ -159,7 +159,7 @@ def _kind(values: Sequence[str]) -> pa.DataType:
     return inferred(pa.array([None if v in NULLS else v for v in values], pa.string()))
 
 
-def time_columns(names: Sequence[str], rows: Rows) -> tuple[str, ...]:
+def time_columns(names: Sequence[str], rows: TextRows) -> tuple[str, ...]:
     """The columns that hold times, as far as the head tells."""
     good = [row for row in rows if len(row) == len(names)]
     columns = zip(*good, strict=True) if good else ()

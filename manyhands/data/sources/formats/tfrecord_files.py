@@ -17,8 +17,9 @@ from typing import BinaryIO
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from numpy.typing import NDArray
 
+from manyhands.data.columns.array_types import Positions
+from manyhands.data.sources.access.decompress import is_tfrecord
 from manyhands.data.sources.access.files import (
     compression_of,
     local_path,
@@ -27,14 +28,11 @@ from manyhands.data.sources.access.files import (
     shown,
     size_of,
 )
-from manyhands.data.sources.access.unpack import is_tfrecord
-from manyhands.data.sources.cutting.source import Bad, Chunk, Piece, Types
-from manyhands.data.sources.values.casting import piece_of
-from manyhands.data.tfrecord.examples import parse
+from manyhands.data.sources.cutting.source import Bad, Chunk, TablePiece, Types
+from manyhands.data.sources.values.arrow_casting import piece_of
 from manyhands.data.tfrecord.feature_kinds import MOST_BYTES
 from manyhands.data.tfrecord.framing import FOOTER, HEADER, check, index
-
-Positions = NDArray[np.int64]
+from manyhands.data.tfrecord.parse_examples import parse
 
 _TO_THE_END = 1 << 62
 _WINDOW = 4 << 20
@@ -65,7 +63,7 @@ class TFRecords:
                 found += _cut(number, _Forward(file, 0), size, target_bytes)
         return found
 
-    def read(self, chunk: Chunk, types: Types, target_bytes: int) -> Iterator[Piece]:
+    def read(self, chunk: Chunk, types: Types, target_bytes: int) -> Iterator[TablePiece]:
         url = self.urls[chunk.file]
         streamed = chunk.stop == _TO_THE_END
         with open_bytes(url) if streamed else open_anywhere(url) as file:
@@ -181,7 +179,7 @@ def _next_header(data: bytes) -> int | None:
     return None
 
 
-def _piece(stretch: _Stretch, file: str, first: int, types: Types) -> Piece:
+def _piece(stretch: _Stretch, file: str, first: int, types: Types) -> TablePiece:
     damaged = check(stretch.data, stretch.starts, stretch.lengths)
     good = np.delete(np.arange(len(stretch.starts)), damaged)
     starts, lengths = stretch.starts[good], stretch.lengths[good]
@@ -194,7 +192,7 @@ def _piece(stretch: _Stretch, file: str, first: int, types: Types) -> Piece:
         bad.append(Bad(file, first + len(stretch.starts), *stretch.bad))
     rows = good[parsed.rows]
     if not len(rows):
-        return Piece(pa.table({}), _EMPTY, sorted(bad, key=lambda b: b.record))
+        return TablePiece(pa.table({}), _EMPTY, sorted(bad, key=lambda b: b.record))
     table = _with_text(parsed.table, types)
     return piece_of(table, first + rows, file=file, types=types, places=places[rows], bad=bad)
 

@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from manyhands.data.columns.schema import name_of
-from manyhands.data.sources.values.times import TIME, all_times, are_iso_times
+from manyhands.data.sources.values.dates_in_text import TIME, all_times, are_iso_times
 from manyhands.values.errors import DataError
 
 NULLS = ("", "NA", "N/A", "NaN", "nan", "null", "NULL", "None", "?")

@@ -12,8 +12,8 @@ A step, on worker r with its range of micro-batches:
     update        unit by unit: finish the tree, then r's part of the optimizer, under an undo log
     share         a meeting: everyone has the new weights
 
-With several hosts the sum is finished between them before the gather is (overlapped_host_sum.py), and each
-host takes the step on its own: the whole state is with each of them.
+With several hosts the sum is finished between them before the gather is (overlapped_host_sum.py),
+and each host takes the step on its own: the whole state is with each of them.
 
 What becomes of a step in which somebody dies is told in finish_interrupted_step.py.
 """

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""In which order an epoch visits records, and the random numbers that belong to each."""

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Micro-batches by step and index, and held-out batches by index: pure in (seed, step, index).
+
+Fetching runs in the caller's thread. Where it may draw random numbers (a Dataset that augments),
+`seed` is called first, with a key of its own, so that what is drawn depends on nothing else.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from manyhands.accounting.micro_batches import Cut, MicroBatch, cut
+from manyhands.data.columns.array_types import Positions
+from manyhands.data.ordering.epoch_order import Order, RecordVisit
+from manyhands.data.reading.records import Records
+
+Seeder = Callable[..., None]
+
+WINDOW = 65536
+"""Positions whose records are looked up at once: one by one, numpy's calls would cost more."""
+
+
+class MicroBatchFeed:
+    """The training records of a run as micro-batches."""
+
+    def __init__(
+        self, records: Records, *, seed: int, batch: int, micro_batch: int, seeder: Seeder
+    ) -> None:
+        self.records, self.seed, self.seeder = records, seed, seeder
+        self.batch, self.micro_batch = batch, micro_batch
+        self._order: tuple[int, Order] | None = None
+        self._window: tuple[int, int] = (-1, -1)
+        self._ids: Positions = np.empty(0, dtype=np.int64)
+
+    def cut(self, step: int) -> Cut:
+        return cut(step, records=len(self.records), batch=self.batch, micro_batch=self.micro_batch)
+
+    def micro_batches(self, step: Cut, indices: Iterable[int]) -> Iterator[MicroBatch]:
+        """These micro-batches of a step, fetched one at a time as they are asked for."""
+        for index in indices:
+            positions = step.positions(index)
+            ids = self._records_at(step.epoch, positions)
+            if self.records.draws_randomness:
+                self.seeder(self.seed, step.step, index, "data")
+            batch = self.records.batch(ids, RecordVisit(self.seed, step.epoch))
+            share = step.share(index)
+            yield MicroBatch(step.step, index, len(ids), share, positions.start, batch)
+
+    def ids(self, step: Cut, index: int) -> Sequence[int]:
+        """Which records micro-batch `index` of a step holds, in the user's numbering."""
+        return self.records.names(self._records_at(step.epoch, step.positions(index)))
+
+    def _records_at(self, epoch: int, positions: range) -> Positions:
+        """The epoch's order at these positions, from a window that is computed now and then."""
+        size = len(self.records)
+        parts: list[Positions] = []
+        start = positions.start
+        while start < positions.stop:
+            first = start - start % WINDOW
+            if self._window != (epoch, first):
+                self._window = (epoch, first)
+                self._ids = self._order_of(epoch)[range(first, min(first + WINDOW, size))]
+            stop = min(positions.stop, first + WINDOW)
+            parts.append(self._ids[start - first : stop - first])
+            start = stop
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _order_of(self, epoch: int) -> Order:
+        if self._order is None or self._order[0] != epoch:
+            self._order = (epoch, self.records.order(self.seed, epoch))
+        return self._order[1]
+
+
+def held_out_batches(
+    records: Records, *, batch: int, indices: Iterable[int], seed: int, seeder: Seeder
+) -> Iterator[tuple[int, int, Any]]:
+    """(index, number of records, batch) of the held-out records, in their own order.
+
+    Random numbers are seeded for fetching and again for whatever the model then draws.
+    """
+    for index in indices:
+        ids = np.arange(index * batch, min((index + 1) * batch, len(records)))
+        seeder(seed, 0, index, "held out")
+        fetched = records.batch(ids, RecordVisit(seed, training=False))
+        seeder(seed, 0, index, "score")
+        yield index, len(ids), fetched
+
+
+def on_device(batch: Any, device: torch.device) -> Any:
+    """A batch's tensors on `device`, in the same nesting."""
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, dict):
+        return {key: on_device(value, device) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(on_device(value, device) for value in batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)(on_device(value, device) for value in batch)
+    return batch

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+# pyright: reportAttributeAccessIssue=false
+# (the functions of pyarrow.compute are made when it is imported)
+"""Tables of any Arrow types as pieces of ours; values that do not fit make their record bad.
+
+Structs become columns `a.b`, dictionaries their values, decimals float64, dates and times UTC
+microseconds; what has no place among our types (maps, lists of structs) becomes JSON text. A column
+whose type is given is converted to it. Invariant: rows in = rows of the piece + bad records.
+"""
+
+import json
+from collections.abc import Sequence
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from manyhands.data.columns.schema import plain
+from manyhands.data.sources.cutting.source import Bad, TablePiece, Types
+from manyhands.data.sources.values.dates_in_text import all_times, epoch_times
+from manyhands.values.errors import DataError
+
+TEXT_LENGTH = 60
+"""How much of a bad value is shown."""
+
+
+def piece_of(
+    table: pa.Table,
+    numbers: NDArray[np.int64],
+    *,
+    file: str,
+    types: Types,
+    places: NDArray[np.int64] | None = None,
+    bad: Sequence[Bad] = (),
+) -> TablePiece:
+    """The table with our types. `places` has the byte of each row; `bad` was found before."""
+    flat = flattened(table, file)
+    columns: dict[str, pa.Array] = {}
+    wrong: dict[int, Bad] = {}
+    for name in flat.column_names:
+        column = _settled(flat[name])
+        kind = types.get(name, ours(column.type))
+        try:
+            columns[name], failed = convert(column, kind)
+        except pa.ArrowNotImplementedError:
+            raise DataError(
+                f"{file}: column '{name}' is {column.type} and cannot be made {kind}."
+            ) from None
+        for row in failed:
+            what = f"column '{name}' is no {kind}" if name in types else f"column '{name}' is bad"
+            byte = -1 if places is None else int(places[row])
+            text = printable(column, row)
+            wrong.setdefault(row, Bad(file, int(numbers[row]), byte, what, text))
+    made = pa.table(columns)
+    if wrong:
+        keep = np.ones(len(numbers), dtype=bool)
+        keep[list(wrong)] = False
+        made, numbers = made.filter(pa.array(keep)), numbers[keep]
+    found = sorted([*bad, *wrong.values()], key=lambda b: b.record)
+    return TablePiece(made, numbers, found)
+
+
+def flattened(table: pa.Table, file: str) -> pa.Table:
+    """Structs as columns `a.b`, however deep."""
+    try:
+        while any(pa.types.is_struct(kind) for kind in table.schema.types):
+            table = table.flatten()
+        names = table.column_names
+    except UnicodeDecodeError:
+        raise DataError(f"{file} has a column whose name is no text: it is damaged.") from None
+    if not names:
+        raise DataError(f"{file} has no columns.")
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise DataError(f"{file} has more than one column '{twice[0]}'. Rename one of them.")
+    return table
+
+
+def ours(kind: pa.DataType) -> pa.DataType:
+    """The type of ours that a column of this type becomes."""
+    if _is_list(kind):
+        inner = ours(kind.value_type)
+        if pa.types.is_string(inner) and pa.types.is_nested(kind.value_type):
+            return pa.string()
+        return plain(kind)
+    return plain(kind)
+
+
+def convert(column: pa.Array, kind: pa.DataType) -> tuple[pa.Array, list[int]]:
+    """The column as `kind`, and the rows that cannot be it (null in the result)."""
+    try:
+        made = cast(column, kind)
+        made.validate(full=True)
+        return made, []
+    except pa.ArrowNotImplementedError:
+        raise
+    except (pa.ArrowInvalid, UnicodeDecodeError):
+        if len(column) == 1:
+            return pa.nulls(1, kind), [0]
+    middle = len(column) // 2
+    left, bad_left = convert(column[:middle], kind)
+    right, bad_right = convert(column[middle:], kind)
+    return pa.concat_arrays([left, right]), [*bad_left, *(middle + row for row in bad_right)]
+
+
+def cast(column: pa.Array, kind: pa.DataType) -> pa.Array:
+    """The column as `kind`; ArrowInvalid when a value does not fit."""
+    source = column.type
+    if source == kind:
+        return column
+    if pa.types.is_string(kind) and pa.types.is_nested(source):
+        texts = [None if v is None else _json(v) for v in column.to_pylist()]
+        return pa.array(texts, pa.string())
+    if _is_list(kind) and not _is_list(source):
+        return _wrapped(cast(column, kind.value_type)).cast(kind)
+    if _is_list(source) and not _is_list(kind):
+        return cast(_unwrapped(column), kind)
+    if pa.types.is_string(source) or pa.types.is_large_string(source):
+        return _parse(column, kind)
+    if pa.types.is_timestamp(kind) and pa.types.is_timestamp(source):
+        return column.cast(kind, safe=source.unit != "ns")  # what is finer than ours is cut off
+    if pa.types.is_timestamp(kind) and (_is_float(source) or pa.types.is_integer(source)):
+        return _all(epoch_times(column), column)
+    return pc.cast(column, options=pc.CastOptions(kind, allow_float_truncate=_is_float(kind)))
+
+
+def _parse(texts: pa.Array, kind: pa.DataType) -> pa.Array:
+    """Text as something else: blanks around it do not matter, and nothing but blanks is null."""
+    if pa.types.is_string(kind) or pa.types.is_binary(kind):
+        return texts.cast(kind)
+    texts = pc.utf8_trim_whitespace(texts)
+    texts = pc.if_else(pc.equal(texts, ""), pa.scalar(None, texts.type), texts)
+    return _all(all_times(texts), texts) if pa.types.is_timestamp(kind) else texts.cast(kind)
+
+
+def _wrapped(column: pa.Array) -> pa.Array:
+    """Every value as a list of one."""
+    there = column.is_valid().to_numpy(zero_copy_only=False)
+    offsets = np.concatenate(([0], np.cumsum(there))).astype(np.int32)
+    return pa.ListArray.from_arrays(pa.array(offsets), column.drop_null(), mask=pa.array(~there))
+
+
+def _unwrapped(column: pa.Array) -> pa.Array:
+    """The values of lists of one."""
+    there = column.is_valid().to_numpy(zero_copy_only=False)
+    if not pc.all(pc.equal(pc.list_value_length(column), 1)).as_py():
+        raise pa.ArrowInvalid("not one value")
+    places = np.cumsum(there) - 1
+    return column.flatten().take(pa.array(places, mask=~there))
+
+
+def _all(made: pa.Array, source: pa.Array) -> pa.Array:
+    if made.null_count > source.null_count:
+        raise pa.ArrowInvalid("not a time")
+    return made
+
+
+def _settled(column: pa.ChunkedArray) -> pa.Array:
+    """One array, in the plainest layout that has the same values."""
+    array = column.combine_chunks()
+    assert isinstance(array, pa.Array)
+    if isinstance(array, pa.ExtensionArray):
+        array = array.storage
+    if isinstance(array, pa.DictionaryArray):
+        array = array.dictionary_decode()
+    if isinstance(array, pa.RunEndEncodedArray):
+        array = pc.run_end_decode(array)
+    if isinstance(array, pa.ListViewArray | pa.LargeListViewArray):
+        array = pa.array(array.to_pylist(), pa.list_(array.type.value_type))
+    return array
+
+
+def printable(column: pa.Array, row: int) -> str:
+    """The value of a row as one short line."""
+    try:
+        value = column[row].as_py()
+    except (ValueError, OverflowError, UnicodeDecodeError):
+        value = column[row : row + 1].cast(pa.binary())[0].as_py()
+    text = value if isinstance(value, str) else repr(value)
+    text = text.encode("unicode_escape").decode("ascii")
+    return text if len(text) <= TEXT_LENGTH else f"{text[:TEXT_LENGTH]}..."
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    t = pa.types
+    return t.is_list(kind) or t.is_large_list(kind) or t.is_fixed_size_list(kind)
+
+
+def _is_float(kind: pa.DataType) -> bool:
+    """Whether rounding is what one expects of it."""
+    return pa.types.is_floating(kind.value_type if _is_list(kind) else kind)
