@@ -23,7 +23,7 @@ import manyhands as mh
 from manyhands.accounting.ledger import read
 from manyhands.accounting.proof import check
 from manyhands.driver.live.command_socket import StopRun, ask
-from manyhands.launch.engines.launcher import WORKER, create_segments
+from manyhands.launch.engines.launcher import AGENT, WORKER, create_segments
 from manyhands.launch.hosts import many_hosts
 from manyhands.testing.namespaces import Host, Network
 from manyhands.values.credentials import new_secret, write_token
@@ -345,7 +345,7 @@ def kill(*pids: int, how: signal.Signals = signal.SIGKILL) -> None:
 
 def workers_of(pids: Sequence[int]) -> list[int]:
     """Those that are workers: forked from an agent."""
-    return [pid for pid in pids if any("launch.agent" in line for line in parents(pid))]
+    return [pid for pid in pids if any(AGENT in line for line in parents(pid))]
 
 
 def parents(pid: int) -> Iterator[str]:
