@@ -169,7 +169,7 @@ def test_old_shards_hold_the_records_of_the_file(people: Path) -> None:
             values = [float(row[name] or how["fill"]) for row in raw]
             wanted = (torch.tensor(values, dtype=torch.float64) - how["center"]) / how["scale"]
             torch.testing.assert_close(batch[name], wanted.float())
-        for name, first in (("colour", 2), ("label", 0)):  # 0 and 1: missing and never seen
+        for name, first in (("colour", 2), ("label", 0)):  # 0 and 1: never seen and missing
             values = encoders[name]["values"]
             assert batch[name].tolist() == [first + values.index(row[name]) for row in raw]
     assert sorted(seen) == list(range(len(rows)))
