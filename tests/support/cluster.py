@@ -24,6 +24,7 @@ from manyhands.accounting.ledger import read
 from manyhands.accounting.proof import check
 from manyhands.driver.live.command_socket import StopRun, ask
 from manyhands.launch.engines.launcher import WORKER
+from manyhands.launch.engines.local import AGENT
 from manyhands.launch.engines.segments import create_segments
 from manyhands.launch.hosts import joined_hosts, many_hosts
 from manyhands.testing.namespaces import Host, Network
@@ -346,7 +347,7 @@ def kill(*pids: int, how: signal.Signals = signal.SIGKILL) -> None:
 
 def workers_of(pids: Sequence[int]) -> list[int]:
     """Those that are workers: forked from an agent."""
-    return [pid for pid in pids if any("launch.agent" in line for line in parents(pid))]
+    return [pid for pid in pids if any(AGENT in line for line in parents(pid))]
 
 
 def parents(pid: int) -> Iterator[str]:
