@@ -20,7 +20,7 @@ from manyhands.values.run_request import ResumeRequest, RunRequest, Where
 from manyhands.values.rundir import new_run_path, open_run
 
 if TYPE_CHECKING:
-    from manyhands.driver.resolved_run import Attached
+    from manyhands.stories.train import Attached
 
 
 @options_of(RunRequest)

@@ -35,8 +35,8 @@ from manyhands.values.errors import ConfigError, Interrupted, RequestError, RunF
 from manyhands.values.messages import Beat, SavedFile, Settings, View
 from manyhands.values.report import Report
 from manyhands.values.rundir import write_whole
-from manyhands.values.status import Link, WorkerStatus
 from manyhands.values.verdict import Cause, Verdict, explain
+from manyhands.values.worker_status import Link, WorkerStatus
 
 
 class Bookkeeping:

@@ -11,7 +11,7 @@ import msgspec
 
 from manyhands.monitor.terminal import Progress
 from manyhands.values.rundir import RunDir, write_whole
-from manyhands.values.status import Link, WorkerStatus
+from manyhands.values.worker_status import Link, WorkerStatus
 
 
 def write_status(

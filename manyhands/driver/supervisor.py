@@ -52,8 +52,8 @@ from manyhands.values.messages import (
     View,
     Written,
 )
-from manyhands.values.status import WorkerStatus
 from manyhands.values.verdict import Cause
+from manyhands.values.worker_status import WorkerStatus
 from manyhands.values.world import oom_kills
 
 POLL_MS = 100

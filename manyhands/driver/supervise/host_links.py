@@ -8,7 +8,7 @@ from manyhands.driver.supervise.membership import LEAST_MEASURED_S
 from manyhands.driver.supervise.worker_states import Situation, WorkerState
 from manyhands.values import events
 from manyhands.values.messages import Measured
-from manyhands.values.status import Link
+from manyhands.values.worker_status import Link
 
 
 class HostLinks:

@@ -11,7 +11,7 @@ from typing import Literal
 
 from manyhands.launch.hosts.joined_hosts import differs
 from manyhands.stories.doctor.questions import HostFacts
-from manyhands.values.status import Link
+from manyhands.values.worker_status import Link
 
 FEW_FILES, TOO_FEW_FILES = 1024, 128
 SMALL_SHM_BYTES = 128 << 20

@@ -30,7 +30,7 @@ from manyhands.stories.doctor.checks import Check, Diagnosis
 from manyhands.values.credentials import new_secret
 from manyhands.values.errors import RequestError
 from manyhands.values.run_request import SSH, DoctorRequest
-from manyhands.values.status import Link
+from manyhands.values.worker_status import Link
 from manyhands.values.world import World, opponents
 
 LOOK_S = 90.0

@@ -16,7 +16,7 @@ from manyhands.driver.supervise.host_links import slow
 from manyhands.driver.supervise.membership import by_host, make_view
 from manyhands.launch.engines.launcher import Launcher
 from manyhands.testing.namespaces import Network
-from manyhands.values.status import Link
+from manyhands.values.worker_status import Link
 from tests.support.cluster import MANYHANDS, Event, Warm
 from tests.support.situations import now, w
 from tests.support.tasks import make
