@@ -44,7 +44,9 @@ def options_of(request: type[T]) -> Callable[[Callable[..., None]], Callable[...
 def _parameter(of: "Field[Any]", how: CommandOption, text: str) -> inspect.Parameter:
     default = of.default
     kind = how.type
-    if how.many:
+    if how.many and default is MISSING:
+        kind = list[kind]
+    elif how.many:
         kind, default = list[kind] | None, None
     elif default is None:
         kind = kind | None
