@@ -138,8 +138,7 @@ def prepare(
     json: Annotated[bool, typer.Option("--json", help="Print the manifest's figures.")] = False,
 ) -> None:
     """Turn raw records into a data set: checked, split, encoded, shuffled, in shards."""
-    from manyhands.data.preparing.overview import overview, show
-    from manyhands.stories import prepare
+    from manyhands.stories import prepare, show_data
 
     with _told(), _resumable():
         prepare.prepare(
@@ -182,9 +181,9 @@ def prepare(
             quiet=quiet or json,
         )
     if json:
-        print(_json(overview(to)))
+        print(_json(show_data.figures(to)))
     elif not quiet:
-        show(to, rows=0, notes=False)
+        show_data.show(to, rows=0, notes=False)
 
 
 def data(
@@ -195,20 +194,19 @@ def data(
     json: Annotated[bool, typer.Option("--json", help="Answer in JSON.")] = False,
 ) -> None:
     """What a prepared folder holds: schema, statistics, samples; --verify checks every byte."""
-    from manyhands.data.preparing.overview import overview, show, verified
-    from manyhands.data.shards.prepared_url import folder_of
+    from manyhands.stories import show_data
 
-    here = folder_of(folder)
     with _told():
-        damage = verified(here, quiet=json) if verify else []
+        damage = show_data.damage(folder, quiet=json) if verify else []
         if json:
-            print(_json({**overview(here), **({"damage": damage} if verify else {})}))
+            figures = show_data.figures(folder)
+            print(_json({**figures, **({"damage": damage} if verify else {})}))
         elif not verify:
-            show(here, rows=rows, split=split)
+            show_data.show(folder, rows=rows, split=split)
         if damage:
             raise DataDamaged("\n".join(damage))
     if verify and not json:
-        print(f"{here}: every byte is as it was written")
+        print(f"{show_data.name_of(folder)}: every byte is as it was written")
 
 
 @contextmanager
