@@ -2,26 +2,28 @@
 """Preparing data on an engine: processes of this host, or a Ray cluster. The bytes are the same."""
 
 import os
-from collections.abc import Iterable
 from concurrent.futures import Executor
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from manyhands.data.preparing import pipeline
 from manyhands.data.shards.manifest import Manifest
 from manyhands.values.errors import RequestError
+from manyhands.values.options import taking
+from manyhands.values.prepare_request import PrepareRequest
 
 
-def prepare(
-    sources: str | Path | Iterable[Any],
-    to: str | Path,
-    *,
-    engine: str = "local",
-    worker_resources: str | None = None,
-    ray_token_file: str | Path | None = None,
-    executor: Executor | None = None,
-    **settings: Any,
-) -> Manifest:
+@dataclass(frozen=True, kw_only=True)
+class PrepareCall(PrepareRequest):
+    """A call of `mh.prepare`."""
+
+    executor: Executor | None = None
+    """One of your own, in place of our processes."""
+
+
+@taking(PrepareCall)
+def prepare(call: PrepareCall) -> Manifest:
     """Turn raw records into a data set in the folder `to`; what it holds.
 
     `sources`: paths, globs, folders, URLs, or an iterable of records (dicts). `engine` is "local",
@@ -29,20 +31,23 @@ def prepare(
     your own goes instead. The settings are those of `manyhands prepare`, which docs/data.md
     explains: label, split, folds, encode, seed, format, workers, memory, ...
     """
+    return prepare_request(call, call.executor)
+
+
+def prepare_request(request: PrepareRequest, executor: Executor | None = None) -> Manifest:
     from manyhands.launch.ray.ray_session import is_ray
 
+    engine = request.engine
     if not is_ray(engine):
-        if engine != "local" or worker_resources or ray_token_file:
+        if engine != "local" or request.worker_resources or request.ray_token_file:
             raise RequestError(f"--engine {engine}: prepare runs on local processes, or on ray.")
-        return pipeline.prepare(sources, to, executor=executor, **settings)
+        return pipeline.prepare(request, executor)
     from manyhands.launch.ray.ray_executor import open_executor
 
-    token = Path(ray_token_file) if ray_token_file else None
-    with open_executor(engine, worker_resources, token) as ray:
-        _refuse_blind_nodes(ray, Path(to))
-        settings["workers"] = settings.get("workers") or ray.workers
+    with open_executor(engine, request.worker_resources, request.ray_token) as ray:
+        _refuse_blind_nodes(ray, Path(request.to))
         try:
-            return pipeline.prepare(sources, to, executor=ray, **settings)
+            return pipeline.prepare(replace(request, workers=request.workers or ray.workers), ray)
         except BaseException:
             ray.shutdown(cancel_futures=True)
             raise

@@ -113,9 +113,7 @@ class Effort:
     """Processes. Left out: cores."""
     memory: str | int = option("1GiB", cli=str, panel=_EFFORT)
     """For each process."""
-    engine: str = option(
-        "local", cli=str, metavar="local, ray or ray://HOST:PORT", panel=_EFFORT
-    )
+    engine: str = option("local", cli=str, metavar="local, ray or ray://HOST:PORT", panel=_EFFORT)
     """Processes of this host, or tasks of Ray."""
     restart: bool = option(False, cli=bool, flags=("--restart/--no-restart",), panel=_EFFORT)
     """Forget an interrupted attempt."""

@@ -9,8 +9,7 @@ import pyarrow as pa
 
 from manyhands.data.columns.schema import Column, name_of
 from manyhands.data.shards.manifest import Manifest, ShardInfo, SplitInfo, write_manifest
-from manyhands.data.shards.shard_file import write_shard
-from manyhands.data.shards.shard_formats import write_parquet, write_tfrecord
+from manyhands.data.shards.shard_formats import write_arrow, write_parquet, write_tfrecord
 
 
 def mixed_table(rows: int, first: int = 0, equal: bool = False) -> pa.Table:
@@ -73,5 +72,5 @@ def write_folder(
 
 
 def _write(path: Path, table: pa.Table, compression: Any) -> ShardInfo:
-    write = {".arrow": write_shard, ".parquet": write_parquet, ".tfrecord": write_tfrecord}
+    write = {".arrow": write_arrow, ".parquet": write_parquet, ".tfrecord": write_tfrecord}
     return write[path.suffix](path, table, compression=compression)

@@ -42,7 +42,7 @@ def whole(column: pa.ChunkedArray | pa.Array) -> pa.Array:
         return column
     if column.num_chunks == 1:
         return column.chunk(0)
-    return pa.concat_arrays([pa.array([], column.type), *column.chunks])
+    return pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
 
 
 def nulls(values: pa.Array) -> NDArray[np.bool_]:

@@ -29,8 +29,8 @@ from weakref import WeakSet
 
 import xxhash
 
+from manyhands.data.shards.damaged_blocks import check_blocks
 from manyhands.data.shards.manifest import ShardInfo
-from manyhands.data.shards.shard_file import check_blocks
 from manyhands.values.errors import DataError
 from manyhands.values.sizes import parse_bytes
 

@@ -19,9 +19,9 @@ from manyhands.data.fetching import shard_server
 from manyhands.data.fetching.placement import Placement
 from manyhands.data.fetching.shard_cache import Cache
 from manyhands.data.fetching.shard_server import TIMEOUT_S
+from manyhands.data.shards.damaged_blocks import check_blocks
 from manyhands.data.shards.manifest import BLOCK_BYTES, ShardInfo
 from manyhands.data.shards.prepared_url import blocks_of, inside, join
-from manyhands.data.shards.shard_file import Damage, check_blocks
 from manyhands.data.sources.access.files import local_path, shown
 from manyhands.values.credentials import Credentials
 from manyhands.values.errors import DataDamaged, DataError
@@ -320,22 +320,3 @@ def _origin(url: str) -> list[ShardSource]:
 
     source = ShardSource(shown(url), blocks)
     return [source, source]
-
-
-def damage_of(url: str, info: ShardInfo) -> list[Damage]:
-    """Every block of a shard in a remote folder that is not what was written. It is not kept."""
-    found, read = list[Damage](), 0
-    try:
-        for index, block in enumerate(blocks_of(join(url, info.file), BLOCK_BYTES)):
-            start, read = read, read + len(block)
-            if read > info.nbytes:
-                what = "and perhaps more are too many at the end"
-                return [*found, Damage(info.file, info.nbytes, read, what, {})]
-            whole = read - start == min(BLOCK_BYTES, info.nbytes - start)
-            if whole and xxhash.xxh3_64_hexdigest(block) != info.checksums[index]:
-                found.append(Damage(info.file, start, read, "have changed", {}))
-    except (OSError, DataError) as error:
-        return [*found, Damage(info.file, read, info.nbytes, f"cannot be read ({error})", {})]
-    if read < info.nbytes:
-        found.append(Damage(info.file, read, info.nbytes, "are missing from the end", {}))
-    return found

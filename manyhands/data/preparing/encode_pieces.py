@@ -31,13 +31,14 @@ from manyhands.data.preparing.balance_classes import balance, resample, sample
 from manyhands.data.preparing.lineage import Account, by_class, sampled_out
 from manyhands.data.preparing.recipe import SUFFIX, WEIGHT, Recipe
 from manyhands.data.shards.manifest import ShardInfo
-from manyhands.data.shards.shard_file import write_shard
-from manyhands.data.shards.shard_formats import write_parquet, write_tfrecord
+from manyhands.data.shards.shard_formats import write_arrow, write_parquet, write_tfrecord
 from manyhands.data.sources.staging import read_piece
 from manyhands.values.rundir import write_whole
 
 _COPY_BITS, MOST_COPIES = 55, 127
 """Copies of a record are told apart above its id."""
+
+_WRITERS = {"arrow": write_arrow, "parquet": write_parquet, "tfrecord": write_tfrecord}
 
 
 class EncodingPlan(msgspec.Struct, frozen=True):
@@ -187,7 +188,5 @@ def shuffle(
 
 def write_records(path: Path, table: pa.Table, recipe: Recipe) -> ShardInfo:
     """A shard in the format that was asked for."""
-    if recipe.format == "arrow":
-        return write_shard(path, table, compression=recipe.compression or None)
-    write = write_parquet if recipe.format == "parquet" else write_tfrecord
+    write = _WRITERS[recipe.format]
     return write(path, table, compression=recipe.compression or None)

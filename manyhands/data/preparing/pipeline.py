@@ -16,10 +16,10 @@ number of workers, their memory, how often they died, or who they were.
 """
 
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
 
@@ -27,16 +27,7 @@ from manyhands.data.columns.schema import RECORD_BITS
 from manyhands.data.mapreduce.resumable_tasks import Crew
 from manyhands.data.preparing import write_shards
 from manyhands.data.preparing.assign_splits import Division
-from manyhands.data.preparing.recipe import (
-    Balance,
-    Recipe,
-    ShardFormat,
-    choice,
-    read_on_error,
-    read_pairs,
-    refuse_finished,
-    settle_roles,
-)
+from manyhands.data.preparing.recipe import recipe_of, refuse_finished
 from manyhands.data.preparing.split_pieces import Pieces, divide_all, group_of, stage_all
 from manyhands.data.preparing.work_folder import (
     Preparation,
@@ -50,117 +41,40 @@ from manyhands.data.shards.manifest import Manifest, write_manifest
 from manyhands.data.sources.cutting.source import Bad, Source
 from manyhands.data.sources.formats.python_iterable import Spooled
 from manyhands.data.sources.open_sources import Options, open_sources
-from manyhands.data.sources.staging import (
-    read_bad,
-    too_many,
-)
+from manyhands.data.sources.staging import read_bad, too_many
 from manyhands.data.splitting.split_rule import folds, parse_split
 from manyhands.values.errors import DataError
+from manyhands.values.prepare_request import PrepareRequest, Reading
 from manyhands.values.rundir import write_whole
 from manyhands.values.sizes import parse_bytes
 from manyhands.values.version import VERSION
-
-Pairs = Mapping[str, str] | Sequence[str]
-"""COLUMN → VALUE, or texts COLUMN=VALUE."""
 
 SKIPPED = "skipped.jsonl"
 LEAST_MEMORY = 100_000
 
 
-def prepare(
-    sources: str | Path | Iterable[Any],
-    to: str | Path,
-    *,
-    label: str | None = None,
-    split: str | None = None,
-    folds: int = 0,
-    id: str | None = None,
-    group: str | None = None,
-    roles: Pairs = (),
-    types: Pairs = (),
-    encode: Pairs = (),
-    missing: Pairs = (),
-    pack: Pairs = (),
-    keep: Sequence[str] = (),
-    drop: Sequence[str] = (),
-    balance: str = "",
-    sample: float = 1.0,
-    like: str | Path | None = None,
-    on_error: str = "fail",
-    seed: int = 0,
-    input_format: str | None = None,
-    delimiter: str | None = None,
-    header: str = "auto",
-    names: Sequence[str] | None = None,
-    encoding: str = "utf-8",
-    null: Sequence[str] = (),
-    max_field: str | int = "16MiB",
-    unit: str = "line",
-    window: int = 0,
-    format: str = "arrow",
-    compression: str = "",
-    shard_size: str | int = "64MiB",
-    workers: int | None = None,
-    memory: str | int = "1GiB",
-    executor: Executor | None = None,
-    restart: bool = False,
-    quiet: bool = True,
-) -> Manifest:
-    """Turn raw records into a data set in the folder `to`; what it holds.
-
-    `sources`: paths, globs, folders, URLs, or an iterable of records (dicts). docs/data.md says
-    what each setting does.
-    """
-    if folds and split is not None:
-        raise DataError("give a split or folds, not both.")
-    recipe = msgspec.convert(
-        {
-            "split": split or ("none" if like else "ratio=0.8"),
-            "folds": folds,
-            "seed": seed,
-            "roles": settle_roles(_pairs(roles, "role"), label, id, group),
-            "types": _pairs(types, "type"),
-            "encode": _pairs(encode, "encode"),
-            "missing": _pairs(missing, "missing"),
-            "pack": {name: p.split(",") for name, p in _pairs(pack, "pack").items()},
-            "keep": list(keep),
-            "drop": list(drop),
-            "balance": choice("balance", balance, get_args(Balance)),
-            "sample": sample,
-            "format": choice("format", format, get_args(ShardFormat)),
-            "compression": choice("compression", compression, ("", "lz4", "zstd")),
-            "shard_bytes": parse_bytes(shard_size),
-            "skip": read_on_error(on_error),
-            "like": "" if like is None else str(like),
-        },
-        Recipe,
-        strict=False,
-    )
-    options = Options(
-        format=input_format,
-        delimiter=delimiter,
-        header=header,
-        names=tuple(names or ()),
-        encoding=encoding,
-        null=tuple(null),
-        max_field=parse_bytes(max_field),
-        unit=unit,
-        window=window,
-    )
-    folder, limit = Path(to), parse_bytes(memory)
+def prepare(request: PrepareRequest, executor: Executor | None = None) -> Manifest:
+    """Turn raw records into a data set in a folder; what it holds."""
+    recipe, options = recipe_of(request), _options(request)
+    folder, limit = Path(request.to), parse_bytes(request.memory)
     if limit < LEAST_MEMORY:
-        raise DataError(f"--memory {memory} is too little; give at least 1MB.")
+        raise DataError(f"--memory {request.memory} is too little; give at least 1MB.")
     try:
         refuse_finished(folder)
     except DataError:
         tidy(folder)
         raise
-    with work_folder(folder, restart=restart) as work, bars(quiet=quiet) as progress:
-        opened = open_sources(sources, options, spool=work / "spool", target=target_bytes(limit))
+    with (
+        work_folder(folder, restart=request.restart) as work,
+        bars(quiet=request.quiet) as progress,
+    ):
+        opened = open_sources(
+            request.sources, options, spool=work / "spool", target=target_bytes(limit)
+        )
         target = target_bytes(limit, _size_of(opened))
         key = recipe.digest(options, target, *_facts(opened))
         claim(work, key, folder)
-        with Crew(work, workers=workers, executor=executor, progress=progress) as crew:
+        with Crew(work, workers=request.workers, executor=executor, progress=progress) as crew:
             prep = Preparation(folder, recipe, crew, limit, target, key, quiet)
             for note in (note for source in opened for note in source.notes):
                 prep.note(note)
@@ -169,8 +83,19 @@ def prepare(
     return manifest
 
 
-def _pairs(given: Pairs, what: str) -> dict[str, str]:
-    return dict(given) if isinstance(given, Mapping) else read_pairs(given, what)
+def _options(request: Reading) -> Options:
+    names = request.names or ()
+    return Options(
+        format=request.input_format,
+        delimiter=request.delimiter,
+        header=request.header,
+        names=tuple(names.split(",") if isinstance(names, str) else names),
+        encoding=request.encoding,
+        null=tuple(request.null),
+        max_field=parse_bytes(request.max_field),
+        unit=request.unit,
+        window=request.window,
+    )
 
 
 def _facts(sources: Sequence[Source]) -> Iterator[str]:

@@ -9,12 +9,14 @@ import fnmatch
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
 from manyhands.data.columns.schema import MANIFEST, ROLES, Role, type_of
 from manyhands.values.errors import DataError
+from manyhands.values.prepare_request import Pairs, PrepareRequest
+from manyhands.values.sizes import parse_bytes
 
 ShardFormat = Literal["arrow", "parquet", "tfrecord"]
 Balance = Literal["", "weight", "under", "over"]
@@ -78,6 +80,38 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
                 raise DataError(f"no column matches '{pattern}'; there are {', '.join(names)}.")
         kept = [n for n in names if not self.keep or _matches(n, self.keep)]
         return [n for n in kept if not _matches(n, self.drop)]
+
+
+def recipe_of(request: PrepareRequest) -> Recipe:
+    """What was asked for, made sense of; what cannot be is refused by name."""
+    if request.folds and request.split is not None:
+        raise DataError("give a split or folds, not both.")
+    pack = _pairs(request.pack, "pack")
+    return msgspec.convert(
+        {
+            "split": request.split or ("none" if request.like else "ratio=0.8"),
+            "folds": request.folds,
+            "seed": request.seed,
+            "roles": settle_roles(
+                _pairs(request.roles, "role"), request.label, request.id, request.group
+            ),
+            "types": _pairs(request.types, "type"),
+            "encode": _pairs(request.encode, "encode"),
+            "missing": _pairs(request.missing, "missing"),
+            "pack": {name: patterns.split(",") for name, patterns in pack.items()},
+            "keep": list(request.keep),
+            "drop": list(request.drop),
+            "balance": choice("balance", request.balance, get_args(Balance)),
+            "sample": request.sample,
+            "format": choice("format", request.format, get_args(ShardFormat)),
+            "compression": choice("compression", request.compression, ("", "lz4", "zstd")),
+            "shard_bytes": parse_bytes(request.shard_size),
+            "skip": read_on_error(request.on_error),
+            "like": "" if request.like is None else str(request.like),
+        },
+        Recipe,
+        strict=False,
+    )
 
 
 def choice(what: str, given: str, allowed: Iterable[str]) -> str:
@@ -151,3 +185,7 @@ def refuse_finished(folder: Path) -> None:
             raise DataError(
                 f"{folder} is not empty ({', '.join(left)}, ...); choose another folder."
             )
+
+
+def _pairs(given: Pairs, what: str) -> dict[str, str]:
+    return dict(given) if isinstance(given, Mapping) else read_pairs(given, what)

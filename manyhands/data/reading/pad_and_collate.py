@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from manyhands.data.columns.array_types import AnyArray, Positions
-from manyhands.data.shards.shard_file import Ragged
+from manyhands.data.shards.shard_columns import Ragged
 
 LONG = 300
 """Rows of so many elements are copied one by one; shorter ones by one indexing operation."""

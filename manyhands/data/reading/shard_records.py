@@ -35,7 +35,8 @@ from manyhands.data.reading.pad_and_collate import (
 )
 from manyhands.data.reading.prepared_data import PreparedData
 from manyhands.data.shards.manifest import Listing, Manifest, ShardInfo, SplitInfo, read_listing
-from manyhands.data.shards.shard_file import OpenShard, Ragged, open_shard
+from manyhands.data.shards.shard_columns import Ragged
+from manyhands.data.shards.shard_file import OpenShard, open_shard
 from manyhands.values.errors import DataDamaged, DataError
 
 WINDOW_BYTES = 128 << 20

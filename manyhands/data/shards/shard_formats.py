@@ -1,22 +1,66 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shards for other tools: Parquet, and TFRecord files of tf.train.Example.
+"""Shards as files: Arrow (an IPC file of one record batch), and for other tools Parquet and
+TFRecord files of tf.train.Example.
 
-The same table gives the same bytes, and files appear whole, as with Arrow shards.
+Files appear whole, under their name, or not at all. Invariant: the same table gives the same bytes,
+of Arrow whatever its chunks and metadata were.
 """
 
 import os
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any, Literal
 
 import pyarrow as pa
 from pyarrow import parquet
 
-from manyhands.data.columns.schema import Schema, type_of
+from manyhands.data.columns.arrays import whole
+from manyhands.data.columns.schema import Schema, name_of, type_of
+from manyhands.data.shards.damaged_blocks import checksums_of_file
 from manyhands.data.shards.manifest import ShardInfo
-from manyhands.data.shards.shard_file import ShardCompression, describe_shard, publish
 from manyhands.data.tfrecord import framing, parse_examples, write_examples
 from manyhands.values.errors import DataDamaged, DataError
+from manyhands.values.rundir import sync_folder
+
+ShardCompression = Literal["lz4", "zstd"]
+
+
+def write_arrow(
+    path: Path, table: pa.Table, *, compression: ShardCompression | None = None
+) -> ShardInfo:
+    table = _canonical(table, path)
+    options = pa.ipc.IpcWriteOptions(compression=compression, use_threads=False)
+    with (
+        _draft(path) as draft,
+        pa.OSFile(str(draft), "wb") as file,
+        pa.ipc.new_file(file, table.schema, options=options) as writer,
+    ):
+        writer.write_table(table)
+    return describe_shard(path, table.num_rows)
+
+
+def _canonical(table: pa.Table, path: Path) -> pa.Table:
+    """The same rows in plain types and single chunks, without names of items and notes."""
+    columns: dict[str, Any] = {}
+    for name, column in zip(table.column_names, table.columns, strict=True):
+        kind = type_of(name_of(column.type))
+        missing = column.null_count
+        if pa.types.is_nested(kind):
+            missing += sum(chunk.flatten().null_count for chunk in column.chunks)
+        if missing:
+            raise DataError(
+                f"{path.name}: column '{name}' has {missing:,} missing values and a shard holds "
+                "none; encode them first."
+            )
+        try:
+            joined = whole(column.cast(kind))
+        except pa.ArrowInvalid as error:
+            raise DataError(f"{path.name}: column '{name}' cannot be written: {error}") from error
+        if pa.types.is_boolean(kind):  # the bits behind the last one may be anything
+            joined = pa.array(joined.to_numpy(zero_copy_only=False))
+        columns[name] = joined
+    return pa.table(columns)
 
 
 def write_parquet(
@@ -76,14 +120,28 @@ def parse_tfrecord(data: bytes | memoryview, path: Path, schema: Schema = ()) ->
     return parsed.table
 
 
+def describe_shard(path: Path, rows: int) -> ShardInfo:
+    """What the manifest says of a shard, of any format."""
+    checksums = list(checksums_of_file(path))
+    return ShardInfo(path.name, rows, path.stat().st_size, checksums)
+
+
 @contextmanager
 def _draft(path: Path) -> Generator[Path]:
     """A file to write to, which gets its name when all is written."""
     draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
     try:
         yield draft
-        publish(draft, path)
+        _publish(draft, path)
     except BaseException:
         with suppress(OSError):
             draft.unlink()
         raise
+
+
+def _publish(draft: Path, path: Path) -> None:
+    """Give a finished draft its name, so that it survives a crash from now on."""
+    with draft.open("rb") as file:
+        os.fsync(file.fileno())
+    os.replace(draft, path)
+    sync_folder(path.parent)

@@ -4,21 +4,11 @@
 `shared` can be asked bucket by bucket (hashes spread by their value) and the answers added up.
 """
 
-from collections.abc import Sequence
-
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
 
 from manyhands.data.columns.hashing import NULL, Hashes
-
-SHOWN = 12
-"""Labels in the table; of more, the most frequent ones."""
-WIDE = 5
-"""More splits than this (folds) are summed up as fewest and most."""
 
 
 def shared(hashes: Hashes, splits: NDArray[np.int8]) -> int:
@@ -50,10 +40,6 @@ class LeakageReport(msgspec.Struct, frozen=True):
         return {"ids": self.ids, "contents": self.contents, "groups": self.groups}
 
     @property
-    def clean(self) -> bool:
-        return not (self.ids or self.contents or self.groups)
-
-    @property
     def advice(self) -> str:
         """What to do about what is shared; nothing when nothing is."""
         hints = {
@@ -65,42 +51,3 @@ class LeakageReport(msgspec.Struct, frozen=True):
         }
         found = [f"{hint}." for name, hint in hints.items() if getattr(self, name)]
         return " ".join(["What is tested was seen in training:", *found]) if found else ""
-
-    def __rich__(self) -> RenderableType:
-        parts: list[RenderableType] = [self._shared()]
-        if self.balance and self.splits:
-            parts.append(self._labels())
-        if self.advice:
-            parts.append(Text(self.advice, style="bold red"))
-        return Group(*parts)
-
-    def _shared(self) -> Text:
-        counted = f"{self.ids:,} ids, {self.contents:,} contents, {self.groups:,} groups"
-        verdict = "nothing leaks" if self.clean else "LEAKAGE"
-        style = "green" if self.clean else "bold red"
-        return Text.assemble(("Shared between splits: ", ""), counted, "  ", (verdict, style))
-
-    def _labels(self) -> Table:
-        table = Table(box=None, pad_edge=False, header_style="bold")
-        table.add_column("label", overflow="ellipsis", no_wrap=True, max_width=24)
-        names = self.splits if len(self.splits) <= WIDE else ("fewest", "most")
-        for name in names:
-            table.add_column(name, justify="right", overflow="ellipsis", no_wrap=True, max_width=21)
-        sums = np.array(list(self.balance.values())).sum(axis=0)
-        ranked = sorted(self.balance.items(), key=lambda item: (-sum(item[1]), item[0]))
-        for label, counts in ranked[:SHOWN]:
-            table.add_row(Text(label), *_cells(counts, sums))
-        if rest := ranked[SHOWN:]:
-            left = np.array([counts for _, counts in rest]).sum(axis=0)
-            table.add_row(f"{len(rest):,} more", *_cells(left, sums), style="dim")
-        return table
-
-
-def _cells(counts: Sequence[int] | NDArray[np.int64], sums: NDArray[np.int64]) -> list[str]:
-    cells = [
-        f"{n:,} ({n / total:.1%})" if total else "0" for n, total in zip(counts, sums, strict=True)
-    ]
-    if len(cells) <= WIDE:
-        return cells
-    ranked = np.argsort(np.asarray(counts), kind="stable")
-    return [cells[ranked[0]], cells[ranked[-1]]]

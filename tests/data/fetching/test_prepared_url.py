@@ -422,7 +422,7 @@ def test_every_byte_behind_a_url_is_checked(web: Web, folder: Path) -> None:
         file.write(b"more")
     with open(folder / "train-00006.arrow", "r+b") as file:
         file.truncate(100)
-    found = verified(folder_of(web.url("clicks")), quiet=True)
+    found = verified(folder_of(web.url("clicks")))
     says = ["00003.arrow: bytes 0 to", "cannot be read", "too many at the end", "bytes 100 to"]
     assert len(found) == 4 and all(s in f for s, f in zip(says, found, strict=True)), found
     without_secrets(" ".join(found))

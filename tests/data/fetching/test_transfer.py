@@ -38,7 +38,7 @@ from manyhands.data.fetching.transfer import (
     join,
 )
 from manyhands.data.shards.manifest import BLOCK_BYTES, ShardInfo
-from manyhands.data.shards.shard_file import describe_shard
+from manyhands.data.shards.shard_formats import describe_shard
 from manyhands.values.credentials import Credentials
 from manyhands.values.errors import DataDamaged, DataError
 

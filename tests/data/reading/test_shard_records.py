@@ -24,7 +24,7 @@ from manyhands.data.reading.micro_batch_feed import MicroBatchFeed, held_out_bat
 from manyhands.data.reading.prepared_data import prepared
 from manyhands.data.reading.records import sampled_digest
 from manyhands.data.reading.shard_records import ShardRecords
-from manyhands.data.shards.shard_file import Ragged
+from manyhands.data.shards.shard_columns import Ragged
 from manyhands.launch.engines.launcher import Launcher
 from manyhands.training.compute.seeds import seed_everything
 from manyhands.values.errors import DataDamaged, DataError

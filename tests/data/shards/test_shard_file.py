@@ -14,8 +14,11 @@ from hypothesis import strategies as st
 from manyhands.data.columns.schema import Column
 from manyhands.data.ordering.epoch_order import order
 from manyhands.data.ordering.shuffle_windows import ShardOrder
+from manyhands.data.shards.damaged_blocks import check_blocks
 from manyhands.data.shards.manifest import BLOCK_BYTES, ShardInfo
-from manyhands.data.shards.shard_file import Ragged, check_blocks, open_shard, write_shard
+from manyhands.data.shards.shard_columns import Ragged
+from manyhands.data.shards.shard_file import open_shard
+from manyhands.data.shards.shard_formats import write_arrow
 from manyhands.values.errors import DataDamaged, DataError
 from tests.support.prepared_folders import fixed, mixed_table
 
@@ -85,7 +88,7 @@ def test_a_shard_is_read_as_it_was_written(tmp_path: Path) -> None:
     table = mixed_table(50)
     for compression in (None, "lz4", "zstd"):
         path = tmp_path / f"{compression}.arrow"
-        info = write_shard(path, table, compression=compression)
+        info = write_arrow(path, table, compression=compression)
         assert (info.rows, info.nbytes, info.file) == (50, path.stat().st_size, path.name)
         shard = open_shard(path, info, (Column("image", "uint8[12]", shape=(2, 3, 2)),))
         assert shard.rows == 50
@@ -110,7 +113,7 @@ def pairs(offsets: Any) -> list[tuple[int, int]]:
 
 
 def test_columns_are_views_into_the_mapped_file(tmp_path: Path) -> None:
-    info = write_shard(tmp_path / "s.arrow", mixed_table(50))
+    info = write_arrow(tmp_path / "s.arrow", mixed_table(50))
     shard = open_shard(tmp_path / "s.arrow", info)
     for name in ("_id", "age", "x", "image"):
         column = shard.columns[name]
@@ -121,7 +124,7 @@ def test_columns_are_views_into_the_mapped_file(tmp_path: Path) -> None:
 
 
 def test_rows_of_equal_length_are_recognised(tmp_path: Path) -> None:
-    info = write_shard(tmp_path / "s.arrow", mixed_table(50, equal=True))
+    info = write_arrow(tmp_path / "s.arrow", mixed_table(50, equal=True))
     columns = open_shard(tmp_path / "s.arrow", info).columns
     tokens, blob = columns["tokens"], columns["blob"]
     assert isinstance(tokens, Ragged) and isinstance(blob, Ragged)
@@ -133,16 +136,16 @@ def test_rows_of_equal_length_are_recognised(tmp_path: Path) -> None:
 def test_the_bytes_depend_on_the_rows_alone(cut: int, tmp_path_factory: Any) -> None:
     folder = tmp_path_factory.mktemp("bytes")
     table = mixed_table(30)
-    plain = write_shard(folder / "plain.arrow", table)
+    plain = write_arrow(folder / "plain.arrow", table)
     pieces = pa.concat_tables([table.slice(0, cut), table.slice(cut)])
     noted = pieces.replace_schema_metadata({"made": "on a Tuesday"})
-    other = write_shard(folder / "other.arrow", noted)
+    other = write_arrow(folder / "other.arrow", noted)
     assert (folder / "plain.arrow").read_bytes() == (folder / "other.arrow").read_bytes()
     assert plain.checksums == other.checksums
 
 
 def test_a_shard_may_be_empty(tmp_path: Path) -> None:
-    info = write_shard(tmp_path / "s.arrow", mixed_table(3).slice(0, 0))
+    info = write_arrow(tmp_path / "s.arrow", mixed_table(3).slice(0, 0))
     shard = open_shard(tmp_path / "s.arrow", info)
     assert {
         len(c.offsets) - 1 if isinstance(c, Ragged) else len(c) for c in shard.columns.values()
@@ -152,7 +155,7 @@ def test_a_shard_may_be_empty(tmp_path: Path) -> None:
 def test_missing_values_are_refused(tmp_path: Path) -> None:
     for values in ([1, None], [[1, None], [2, 3]]):
         with pytest.raises(DataError, match=r"'x' has 1 missing values"):
-            write_shard(tmp_path / "s.arrow", pa.table({"x": values}))
+            write_arrow(tmp_path / "s.arrow", pa.table({"x": values}))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -170,7 +173,7 @@ def large(tmp_path: Path, compression: Any = None) -> tuple[Path, ShardInfo]:
         }
     )
     path = tmp_path / "train-00000.arrow"
-    return path, write_shard(path, table, compression=compression)
+    return path, write_arrow(path, table, compression=compression)
 
 
 def flip(path: Path, byte: int) -> None:

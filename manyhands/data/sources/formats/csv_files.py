@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
+from manyhands.data.columns.arrays import whole
 from manyhands.data.sources.access import files
 from manyhands.data.sources.cutting.record_boundaries import (
     MAX_FIELD,
@@ -33,7 +34,6 @@ from manyhands.data.sources.values.csv_fields import (
     is_usual,
     lost,
     lost_piece,
-    one_array,
     parsed,
     split,
     text_columns,
@@ -170,7 +170,7 @@ class Delimited:
             table = parsed(found.data, self.dialect, self.names, kinds, padded)
         if table.num_rows != len(found) or pa.binary() in table.schema.types:  # not in UTF-8
             raise _Unusual
-        columns = [one_array(table[name]) for name in self.names]
+        columns = [whole(table[name]) for name in self.names]
         return self._typed(found, TextColumns(columns, np.arange(len(found))), types, file)
 
     def _exactly(self, found: FoundRecords, types: Types, file: str) -> TablePiece:

@@ -19,6 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.json as pa_json
 
+from manyhands.data.columns.arrays import whole
 from manyhands.data.sources.access import files
 from manyhands.data.sources.cutting.record_boundaries import (
     MAX_FIELD,
@@ -29,7 +30,7 @@ from manyhands.data.sources.cutting.record_boundaries import (
 )
 from manyhands.data.sources.cutting.source import Bad, Chunk, TablePiece, Types
 from manyhands.data.sources.formats import sniffing
-from manyhands.data.sources.values.csv_fields import lost_piece, one_array
+from manyhands.data.sources.values.csv_fields import lost_piece
 from manyhands.data.sources.values.dates_in_text import TIME, all_times, are_iso_times, epoch_times
 from manyhands.data.sources.values.json_values import (
     BadRecord,
@@ -110,8 +111,8 @@ class JsonLines:
 
     def _quickly(self, found: FoundRecords, types: Types) -> TablePiece:
         data = np.frombuffer(found.data, np.uint8)
-        whole = (data[found.begins] == _OPEN).all() and (data[found.stops - 1] == _CLOSE).all()
-        if not whole or not _is_utf8(found.data) or is_too_deep(found):
+        braced = (data[found.begins] == _OPEN).all() and (data[found.stops - 1] == _CLOSE).all()
+        if not braced or not _is_utf8(found.data) or is_too_deep(found):
             raise _Unusual
         table = _parsed(found.data, [pa.field(p[0], _nested(p[1:])) for p in self.times])
         if _has_times(table.schema.types):
@@ -124,7 +125,7 @@ class JsonLines:
             raise _Unusual
         columns: dict[str, pa.Array] = {}
         for name in self.ordered(table.column_names):
-            column = one_array(table[name])
+            column = whole(table[name])
             if column.null_count < len(column):
                 columns[name] = _as(column, types[name] if name in types else _inferred(column))
         return TablePiece(_table(columns, len(found)), found.first + np.arange(len(found)))

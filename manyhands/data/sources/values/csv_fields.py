@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.csv as pa_csv
 from numpy.typing import NDArray
 
+from manyhands.data.columns.arrays import whole
 from manyhands.data.sources.cutting.record_boundaries import MAX_FIELD, FoundRecords, RecordRule
 from manyhands.data.sources.cutting.source import Bad, TablePiece, Types
 from manyhands.data.sources.values.text_values import FALSE, TRUE, converted, misfit
@@ -159,7 +160,7 @@ def text_columns(
         except (pa.ArrowInvalid, UnicodeError):
             table = None
         if table is not None and table.num_rows == j - i:
-            parts.append(TextColumns([one_array(c) for c in table.columns], np.arange(i, j)))
+            parts.append(TextColumns([whole(c) for c in table.columns], np.arange(i, j)))
         elif j - i <= _FEW:
             parts.append(_one_by_one(found, range(i, j), dialect, len(names), file))
         else:
@@ -171,12 +172,6 @@ def text_columns(
     columns = [pa.concat_arrays(arrays) for arrays in zip(*(p.columns for p in parts), strict=True)]
     rows = np.concatenate([p.rows for p in parts])
     return TextColumns(columns, rows, [bad for p in parts for bad in p.bad])
-
-
-def one_array(column: pa.ChunkedArray) -> pa.Array:
-    if column.num_chunks == 1:
-        return column.chunk(0)
-    return pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
 
 
 def _one_by_one(
