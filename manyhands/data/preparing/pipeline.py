@@ -64,13 +64,10 @@ def prepare(request: PrepareRequest, executor: Executor | None = None) -> Manife
     except DataError:
         tidy(folder)
         raise
-    with (
-        work_folder(folder, restart=request.restart) as work,
-        bars(quiet=request.quiet) as progress,
-    ):
-        opened = open_sources(
-            request.sources, options, spool=work / "spool", target=target_bytes(limit)
-        )
+    quiet = request.quiet
+    with work_folder(folder, restart=request.restart) as work, bars(quiet=quiet) as progress:
+        spool, target = work / "spool", target_bytes(limit)
+        opened = open_sources(request.sources, options, spool=spool, target=target)
         target = target_bytes(limit, _size_of(opened))
         key = recipe.digest(options, target, *_facts(opened))
         claim(work, key, folder)
