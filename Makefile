@@ -6,7 +6,7 @@ READY := .venv/.installed
 SECONDS ?= 60
 
 .DEFAULT_GOAL := help
-.PHONY: help setup tools demo test test-all check format bench soak soak-hosts clean
+.PHONY: help setup tools demo test test-all check format bench docs soak soak-hosts clean
 
 help:  ## show this
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -57,6 +57,9 @@ bench: setup  ## measure beside bare PyTorch
 	$(BIN)/python benchmarks/data_parallel.py
 	$(BIN)/python benchmarks/checkpoint.py
 	$(BIN)/python benchmarks/recovery.py
+
+docs: setup  ## write the tables of options in docs/ anew
+	$(BIN)/python -m tests.support.doc_tables
 
 soak: setup  ## disturb runs at random: make soak SECONDS=600
 	$(BIN)/python -m tests.soak.one_host --seconds $(SECONDS)

@@ -9,6 +9,8 @@ import pytest
 import manyhands as mh
 from manyhands.launch.engines.launcher import Launcher
 from manyhands.values.config import SECTIONS, from_toml
+from manyhands.values.options import help_texts
+from tests.support import doc_tables
 
 ROOT = Path(mh.__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -40,6 +42,22 @@ def test_every_setting_is_in_the_manual() -> None:
         assert f"[{name}]" in text
         for field in dataclasses.fields(section):
             assert f"`{field.name}`" in text, f"{name}.{field.name}"
+
+
+def test_settings_mean_in_the_manual_what_they_mean_in_the_code() -> None:
+    def plain(text: str) -> str:
+        text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)  # links
+        return re.sub(r'[`"\\]', "", text)
+
+    manual = plain((ROOT / "docs" / "config.md").read_text())
+    for name, section in SECTIONS.items():
+        for setting, text in help_texts(section).items():
+            assert plain(text) in manual, f"{name}.{setting}: {text}"
+
+
+def test_the_tables_of_options_are_those_of_the_code() -> None:
+    text = doc_tables.PAGE.read_text()
+    assert doc_tables.written(text) == text, "make docs writes them anew"
 
 
 @pytest.mark.parametrize("path", TASKS, ids=lambda p: p.name)

@@ -1,0 +1,70 @@
+"""The tables of docs/options.md, from the requests themselves: `make docs` writes them anew."""
+
+import re
+from collections.abc import Callable
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any
+
+import manyhands as mh
+from manyhands.stories.prepare import PrepareCall
+from manyhands.stories.train import ResumeCall, TrainCall
+from manyhands.values.options import command_option, help_texts
+from manyhands.values.run_request import DoctorRequest, EvaluateRequest
+
+PAGE = Path(mh.__file__).parent.parent / "docs" / "options.md"
+
+TABLES: dict[str, tuple[type, Callable[..., Any] | None]] = {
+    "train": (TrainCall, mh.train),
+    "resume": (ResumeCall, mh.resume),
+    "evaluate": (EvaluateRequest, mh.evaluate),
+    "prepare": (PrepareCall, mh.prepare),
+    "doctor": (DoctorRequest, None),
+}
+"""Command → what it takes, and the Python function that takes the same."""
+
+
+def table(request: type, *, python: bool) -> str:
+    """A row for each field: how it is given to the command, how in Python, and what it means."""
+    rows = ["| command | Python | default | meaning |", "|---|---|---|---|"]
+    if not python:
+        rows = ["| command | default | meaning |", "|---|---|---|"]
+    texts = help_texts(request)
+    for each in fields(request):  # type: ignore[arg-type]
+        if not each.init:
+            continue
+        how = command_option(each)
+        cells = [f"`{_flags(each.name, how)}`" if how else ""]
+        cells += [f"`{each.name}`"] if python else []
+        cells += [_default(each.default), texts[each.name].replace("|", "\\|")]
+        rows.append("| " + " | ".join(cells) + " |")
+    return "\n".join(rows)
+
+
+def _flags(name: str, how: Any) -> str:
+    if how.argument:
+        return how.metavar
+    flags = ", ".join(how.flags or (f"--{name.replace('_', '-')}",))
+    return f"{flags} {how.metavar}" if how.metavar else flags
+
+
+def _default(value: Any) -> str:
+    if value is MISSING:
+        return "needed"
+    if value is None or value in ("", ()) or value is False:
+        return ""
+    return f"`{value}`"
+
+
+def written(text: str) -> str:
+    """The page with its tables made anew."""
+    for name, (request, function) in TABLES.items():
+        made = f"<!-- options of {name} -->\n\n{table(request, python=function is not None)}\n"
+        pattern = rf"<!-- options of {name} -->\n.*?(?=\n<!-- end -->)"
+        text, count = re.subn(pattern, lambda _, made=made: made, text, flags=re.DOTALL)
+        assert count == 1, f"{PAGE} has no place for the options of {name}"
+    return text
+
+
+if __name__ == "__main__":
+    PAGE.write_text(written(PAGE.read_text()))
