@@ -27,6 +27,8 @@ from manyhands.data.columns.schema import RECORD_BITS
 from manyhands.data.mapreduce.resumable_tasks import Crew
 from manyhands.data.preparing import write_shards
 from manyhands.data.preparing.assign_splits import Division
+from manyhands.data.preparing.preparation import Preparation, target_bytes
+from manyhands.data.preparing.progress_bars import bars
 from manyhands.data.preparing.recipe import (
     Balance,
     Recipe,
@@ -37,15 +39,9 @@ from manyhands.data.preparing.recipe import (
     refuse_finished,
     settle_roles,
 )
-from manyhands.data.preparing.split_pieces import Pieces, divide_all, group_of, stage_all
-from manyhands.data.preparing.work_folder import (
-    Preparation,
-    bars,
-    claim,
-    target_bytes,
-    tidy,
-    work_folder,
-)
+from manyhands.data.preparing.split_pieces import divide_all
+from manyhands.data.preparing.stage_pieces import Pieces, group_of, stage_all
+from manyhands.data.preparing.work_folder import claim, tidy, work_folder
 from manyhands.data.shards.manifest import Manifest, write_manifest
 from manyhands.data.sources.cutting.source import Bad, Source
 from manyhands.data.sources.formats.python_iterable import Spooled
