@@ -41,7 +41,7 @@ from manyhands.data.preparing.recipe import (
 )
 from manyhands.data.preparing.split_pieces import divide_all
 from manyhands.data.preparing.stage_pieces import Pieces, group_of, stage_all
-from manyhands.data.preparing.work_folder import claim, tidy, work_folder
+from manyhands.data.preparing.work_folder import claim, sweep_drafts, tidy, work_folder
 from manyhands.data.shards.manifest import Manifest, write_manifest
 from manyhands.data.sources.cutting.source import Bad, Source
 from manyhands.data.sources.formats.python_iterable import Spooled
@@ -211,6 +211,7 @@ def _make(prep: Preparation, sources: Sequence[Source]) -> Manifest:
         write_whole(prep.folder / SKIPPED, lines)
         plural = "records were" if len(bad) > 1 else "record was"
         prep.note(f"{len(bad):,} {plural} left out: see {prep.folder / SKIPPED}")
+    sweep_drafts(prep.folder)
     if not recipe.folds:
         write_manifest(prep.folder, finished[0])
         return finished[0]

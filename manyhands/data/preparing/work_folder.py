@@ -64,6 +64,12 @@ def tidy(folder: Path) -> None:
             os.close(lock)
 
 
+def sweep_drafts(folder: Path) -> None:
+    """Remove half-written files of processes that were killed, when nobody writes any more."""
+    for path in folder.rglob(".*.draft"):
+        path.unlink(missing_ok=True)
+
+
 def _forget(work: Path) -> None:
     """Everything but the lock, which we hold."""
     for path in work.iterdir():
