@@ -192,7 +192,8 @@ class RecoveryConfig:
     micro-batch) is killed and replaced. Not in its first step."""
 
     losses: int = 5
-    """Give up when members are lost more often than this without a step between."""
+    """So many losses one after the other, without a new step between them, are survived; one more
+    ends the run."""
 
     rebalance: bool = True
     """Deal fewer micro-batches to slower workers. The result does not depend on it."""

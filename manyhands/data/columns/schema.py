@@ -160,10 +160,6 @@ def _is_list(kind: pa.DataType) -> bool:
     return pa.types.is_list(kind) or pa.types.is_fixed_size_list(kind)
 
 
-def arrow_schema(columns: Iterable[Column]) -> pa.Schema:
-    return pa.schema([pa.field(c.name, type_of(c.type)) for c in columns])
-
-
 def column_of(schema: Sequence[Column], name: str) -> Column:
     for column in schema:
         if column.name == name:

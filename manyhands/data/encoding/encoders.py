@@ -56,7 +56,6 @@ __all__ = [
     "attempt",
     "choose",
     "classes_of",
-    "decode_label",
     "encoded_schema",
     "finish",
     "parse_encoding",
@@ -268,14 +267,6 @@ def sizes(fitted: Mapping[str, Fitted]) -> dict[str, int]:
             case _:
                 pass
     return found
-
-
-def decode_label(fit: Fitted, indices: Sequence[int] | NDArray[np.integer]) -> list[Any]:
-    """The labels that classes stand for; None for what is no class."""
-    if not isinstance(fit, Classes):
-        raise DataError("only labels that were encoded as classes can be decoded.")
-    labels = as_arrow(fit.values, type_of(fit.type)).to_pylist()
-    return [labels[i] if 0 <= i < len(labels) else None for i in np.asarray(indices).tolist()]
 
 
 class Encoders:

@@ -1,24 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which host keeps which shards, and which rows are whose: pure functions of names and sizes.
+"""Which host keeps which shards: pure functions of names and sizes, one for each `data.placement`.
 
 Invariant: every shard is placed `copies` times, on hosts that differ (on all of them where there
 are fewer), and never on a host without room for it; what cannot be placed so is refused. The order
 in which shards and hosts are listed matters to `block` alone.
-
-Partitions are for strategies that train on local data. They are computed when asked, not stored.
 """
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
-import numpy as np
 import xxhash
 
-from manyhands.data.columns.array_types import Positions
-from manyhands.data.ordering.keyed_permutation import Permutation, permutation
+from manyhands.data.ordering.keyed_permutation import permutation
 from manyhands.values.errors import DataError
 
 SLACK = 0.25
@@ -49,10 +44,6 @@ class Placement(msgspec.Struct, frozen=True):
 
     def holders(self, shard: str) -> tuple[str, ...]:
         return self.homes.get(shard, ())
-
-    def kept_by(self, host: str) -> list[str]:
-        """The shards of one host, in the order of their placing."""
-        return [shard for shard, hosts in self.homes.items() if host in hosts]
 
     def __str__(self) -> str:
         hosts = {host for held in self.homes.values() for host in held}
@@ -251,42 +242,3 @@ def _where_there_is_room(
 
 def _score(seed: int, text: str) -> int:
     return xxhash.xxh3_64_intdigest(text.encode(), seed & (1 << 64) - 1)
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Some of the rows of a data set: a stretch of its own or of a shuffled order."""
-
-    start: int
-    size: int
-    order: Permutation | None = None
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, positions: range | Sequence[int] | Positions) -> Positions:
-        """The rows at these positions of the part, 0 <= position < len(part)."""
-        inside = np.asarray(positions, dtype=np.int64)
-        if inside.size and not (inside.min() >= 0 and inside.max() < self.size):
-            raise IndexError(f"a position outside a part of {self.size} rows")
-        rows = inside + self.start
-        return rows if self.order is None else self.order[rows]
-
-
-def block_partition(rows: int, parts: int) -> tuple[Part, ...]:
-    """Neighbouring rows together; sizes differ by one at most, larger parts first."""
-    return _parts(rows, parts, None)
-
-
-def sample_partition(rows: int, parts: int, seed: int) -> tuple[Part, ...]:
-    """Each row in a part by chance; sizes differ by one at most, larger parts first."""
-    return _parts(rows, parts, permutation(rows, "partition", seed))
-
-
-def _parts(rows: int, parts: int, order: Permutation | None) -> tuple[Part, ...]:
-    if parts < 1 or rows < 0:
-        raise DataError(f"{rows} rows cannot be divided in {parts} parts.")
-    small, larger = divmod(rows, parts)
-    return tuple(
-        Part(i * small + min(i, larger), small + (i < larger), order) for i in range(parts)
-    )

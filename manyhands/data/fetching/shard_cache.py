@@ -111,14 +111,6 @@ class Cache:
             if key in self._held:  # else `close` was quicker
                 self._add(key, -1)
 
-    @contextmanager
-    def holding(self, info: ShardInfo, fetch: ShardFetch) -> Generator[Path]:
-        path = self.hold(info, fetch)
-        try:
-            yield path
-        finally:
-            self.release(info)
-
     def find(self, info: ShardInfo) -> Path | None:
         """The file if it is here; it may go any moment, but what was opened can be read on."""
         path = self.folder / key_of(info)
@@ -138,10 +130,6 @@ class Cache:
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"the cache {self.folder} cannot be used: {error}") from error
         return known
-
-    def used_bytes(self) -> int:
-        """By files, and by those being fetched."""
-        return sum(size for _, _, size in self._files())
 
     def close(self) -> None:
         """Let go of everything that this process holds."""

@@ -7,7 +7,7 @@ that block on, and the source is reported. Only when no source has it is the sha
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -159,13 +159,6 @@ class Peer:
         """Whether others ask this host for it."""
         return self.peers.here in self.peers.placement.holders(info.file)
 
-    def fetch_kept(
-        self, shards: Iterable[ShardInfo], progress: BytesProgress | None = None
-    ) -> None:
-        """What the placement says that this host keeps for the others."""
-        kept = set(self.peers.placement.kept_by(self.peers.here))
-        _fetch_now(self, [s for s in shards if s.file in kept], progress)
-
     def path(self, info: ShardInfo) -> Path:
         return _cached(self.cache, info, self._sources(info), self.report)
 
@@ -202,9 +195,6 @@ class Peer:
                 raise
 
         return ShardSource(f"host {book.shown.get(host, host)}", blocks)
-
-
-TRANSFERS = {"direct": Direct, "peer": Peer, "replicate": Replicate}
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ Files are parsed once, as for a preparation, so that a column has one type in al
 record is named and ends it. Moments come as text, 2024-01-31 23:59:59.000000, which sorts by time.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,10 @@ import msgspec
 import pyarrow as pa
 
 from manyhands.data.columns.schema import ID, RECORD_BITS
-from manyhands.data.mapreduce.resumable_tasks import Crew, DataTask, digest_of
-from manyhands.data.sources.cutting.source import Chunk, Source
+from manyhands.data.mapreduce.resumable_tasks import Crew, digest_of
+from manyhands.data.mapreduce.stage_sources import stage_sources
 from manyhands.data.sources.open_sources import Options, open_sources
-from manyhands.data.sources.staging import Stage, joined_types, read_piece, stage, too_narrow
+from manyhands.data.sources.staging import read_piece
 
 AT_ONCE = 1024
 """Rows that are made at a time."""
@@ -53,32 +53,13 @@ def _readable(table: pa.Table) -> pa.Table:
 def stage_rows(crew: Crew, files: Sequence[str], target_bytes: int) -> list[FileRows]:
     """All rows of these files, in order, in pieces of about this size."""
     sources = open_sources(files, Options(), spool=crew.folder / "spool", target=target_bytes)
-    tasks: list[tuple[Source, int, Chunk]] = []
-    first_file = 0
-    for source in sources:
-        tasks += [(source, first_file, chunk) for chunk in source.chunks(target_bytes)]
-        first_file += len(source.files)
     names = [file for source in sources for file in source.files]
     key = digest_of(*map(_as_it_is, names), target_bytes)
     folder = crew.folder / "pieces"
-    folder.mkdir(exist_ok=True)
-
-    def staged(numbers: Iterable[int], types: Mapping[str, str], phase: str) -> list[Stage]:
-        what = digest_of(key, msgspec.json.encode(sorted(types.items())))
-        jobs: list[DataTask] = []
-        for n in numbers:
-            args = (*tasks[n], n, types, target_bytes, str(folder), 0)
-            jobs.append(DataTask(f"{n:06}", stage, args, tasks[n][2].nbytes, what))
-        return crew.do(phase, jobs, Stage)
-
-    stages = staged(range(len(tasks)), {}, "stage")
-    types = joined_types(stages, {})
-    narrow = [s.chunk for s in stages if too_narrow(s, types)]
-    again = {s.chunk: s for s in staged(narrow, types, "restage")}
-    stages = [again.get(s.chunk, s) for s in stages]
+    staged = stage_sources(crew, sources, {}, target_bytes, folder, key=key)
     return [
-        FileRows(str(folder / piece.file), names[first + chunk.file], types, piece.nbytes, key)
-        for (_, first, chunk), one in zip(tasks, stages, strict=True)
+        FileRows(str(folder / piece.file), file, staged.types, piece.nbytes, key)
+        for one, file in zip(staged.stages, staged.files, strict=True)
         for piece in one.pieces
     ]
 

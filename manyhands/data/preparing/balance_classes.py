@@ -11,15 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from manyhands.data.columns.hashing import Hashes, fraction, mix64
-from manyhands.values.errors import DataError
 
 ClassCounts = Sequence[int] | NDArray[np.integer[Any]]
 
 
-def balance(counts: ClassCounts, how: str = "weight") -> NDArray[np.float32]:
+def class_weights(counts: ClassCounts) -> NDArray[np.float32]:
     """A weight per class, all records' weights summing to their number: n / (k * count)."""
-    if how != "weight":
-        raise DataError(f"there is no way '{how}' to weigh classes; use weight.")
     held = np.asarray(counts, np.float64)
     seen = held > 0
     return np.where(seen, held.sum() / (seen.sum() * np.where(seen, held, 1.0)), 0.0).astype(

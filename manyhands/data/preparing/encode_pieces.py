@@ -27,7 +27,7 @@ from manyhands.data.encoding.requested_encoding import Encoding
 from manyhands.data.encoding.unseen_values import unseen
 from manyhands.data.mapreduce.external_shuffle import KEY, Spilled, gather, spill
 from manyhands.data.preparing.assign_splits import load_splits
-from manyhands.data.preparing.balance_classes import balance, resample, sample
+from manyhands.data.preparing.balance_classes import class_weights, resample, sample
 from manyhands.data.preparing.lineage import Account, by_class, sampled_out
 from manyhands.data.preparing.recipe import SUFFIX, WEIGHT, Recipe
 from manyhands.data.shards.manifest import ShardInfo
@@ -147,7 +147,7 @@ def encode_rows(
 def weighed(encoded: pa.Table, sides: NDArray[np.int8], plan: EncodingPlan) -> pa.Table:
     """Training records with the weight of their label; the others with 1."""
     labels = encoded.column(plan.label).to_numpy()
-    weights = np.append(balance(plan.counts), np.float32(1.0))
+    weights = np.append(class_weights(plan.counts), np.float32(1.0))
     found = weights[np.where((labels >= 0) & (labels < len(plan.counts)), labels, -1)]
     found = np.where(sides == 0, found, np.float32(1.0)).astype(np.float32)
     return encoded.append_column(WEIGHT, pa.array(found))

@@ -27,16 +27,12 @@ from manyhands.data.columns.schema import RECORD_BITS
 from manyhands.data.mapreduce.resumable_tasks import Crew
 from manyhands.data.preparing import write_shards
 from manyhands.data.preparing.assign_splits import Division
+from manyhands.data.preparing.preparation import Preparation, target_bytes
+from manyhands.data.preparing.progress_bars import bars
 from manyhands.data.preparing.recipe import recipe_of, refuse_finished
-from manyhands.data.preparing.split_pieces import Pieces, divide_all, group_of, stage_all
-from manyhands.data.preparing.work_folder import (
-    Preparation,
-    bars,
-    claim,
-    target_bytes,
-    tidy,
-    work_folder,
-)
+from manyhands.data.preparing.split_pieces import divide_all
+from manyhands.data.preparing.stage_pieces import Pieces, group_of, stage_all
+from manyhands.data.preparing.work_folder import claim, sweep_drafts, tidy, work_folder
 from manyhands.data.shards.manifest import Manifest, write_manifest
 from manyhands.data.sources.cutting.source import Bad, Source
 from manyhands.data.sources.formats.python_iterable import Spooled
@@ -137,6 +133,7 @@ def _make(prep: Preparation, sources: Sequence[Source]) -> Manifest:
         write_whole(prep.folder / SKIPPED, lines)
         plural = "records were" if len(bad) > 1 else "record was"
         prep.note(f"{len(bad):,} {plural} left out: see {prep.folder / SKIPPED}")
+    sweep_drafts(prep.folder)
     if not recipe.folds:
         write_manifest(prep.folder, finished[0])
         return finished[0]

@@ -37,8 +37,8 @@ from manyhands.data.preparing.encode_pieces import (
     WrittenShard,
 )
 from manyhands.data.preparing.lineage import lineage_of, merged
+from manyhands.data.preparing.preparation import Preparation
 from manyhands.data.preparing.recipe import WEIGHT
-from manyhands.data.preparing.work_folder import Preparation
 from manyhands.data.shards.manifest import VERSION, Manifest, SplitInfo, read_manifest
 from manyhands.data.sources.staging import read_piece
 from manyhands.values.errors import DataError

@@ -4,7 +4,7 @@
 Shards are opened when they are first asked for. `want` opens some in the background, in a thread
 that reads and hashes files and runs nobody else's code; a shard that could not be opened there is
 opened again by whoever needs it. `keep` lets go of all others. Nothing here survives a fork: the
-owner makes a new shelf.
+owner makes a new one.
 """
 
 import threading
@@ -64,10 +64,6 @@ class OpenShards:
         if thread is not None:
             thread.join()
         self.keep(())
-
-    @property
-    def open_shards(self) -> list[int]:
-        return sorted(self._ready)
 
     def _fetch(self) -> None:
         while True:

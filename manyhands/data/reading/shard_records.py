@@ -74,7 +74,7 @@ class ShardRecords:
     def _begin(self) -> None:
         """With nothing open; also in a process that was forked, where no thread of ours lives."""
         self._pid = os.getpid()
-        self._shelf = OpenShards(self._open, self._let_go)
+        self._open_shards = OpenShards(self._open, self._let_go)
         self._orders: dict[tuple[int, int], ShardOrder] = {}
         self._in_a_row: Windows | None = None
         self._ahead: tuple[RecordVisit, int] | None = None
@@ -94,7 +94,7 @@ class ShardRecords:
 
     def batch(self, ids: Positions, visit: RecordVisit = FIRST) -> dict[str, Any]:
         shards, picks = self._find(ids)
-        opened = [self._shelf[shard].columns for shard in shards]
+        opened = [self._open_shards[shard].columns for shard in shards]
         batch: dict[str, Any] = {}
         for name, kind in self._columns:
             self._add(batch, name, kind, [columns[name] for columns in opened], picks, len(ids))
@@ -112,7 +112,7 @@ class ShardRecords:
         """The `_id` of each; where the shard is the trouble, its number in the split."""
         shards, picks = self._find(ids)
         try:
-            columns: list[Any] = [self._shelf[shard].columns[ID] for shard in shards]
+            columns: list[Any] = [self._open_shards[shard].columns[ID] for shard in shards]
         except DataDamaged:
             return ids.tolist()
         return take_fixed(columns, picks, len(ids)).tolist()
@@ -133,7 +133,7 @@ class ShardRecords:
         return max([*map(sum, pairwise(sizes)), *sizes])
 
     def close(self) -> None:
-        self._shelf.close()
+        self._open_shards.close()
 
     # ---- which rows of which shards
 
@@ -216,8 +216,8 @@ class ShardRecords:
             following = windows.shards[touched[0] + 1]
         elif visit.training:
             following = self.order(visit.seed, visit.epoch + 1).windows.shards[0]
-        self._shelf.keep({*here, *following})
-        self._shelf.want([*here, *following])
+        self._open_shards.keep({*here, *following})
+        self._open_shards.want([*here, *following])
 
     def _plan(self, visit: RecordVisit) -> Windows:
         if visit.training:

@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Sequence
+from typing import get_args, get_type_hints
 
 import numpy as np
 import pytest
@@ -14,11 +15,10 @@ from manyhands.data.fetching.placement import (
     SLACK,
     Placement,
     ShardHost,
-    block_partition,
     place,
-    sample_partition,
 )
 from manyhands.data.shards.manifest import ShardInfo
+from manyhands.values.config import DataConfig
 from manyhands.values.errors import DataError
 
 
@@ -35,6 +35,14 @@ SPEEDS = st.lists(st.floats(0.1, 10), min_size=1, max_size=9)
 policies = pytest.mark.parametrize("policy", sorted(POLICIES))
 
 
+def kept_by(placement: Placement, host: str) -> list[str]:
+    return [shard for shard, held in placement.homes.items() if host in held]
+
+
+def test_the_settings_offer_every_policy() -> None:
+    assert set(get_args(get_type_hints(DataConfig)["placement"])) == set(POLICIES)
+
+
 def loads(found: Placement) -> Counter[str]:
     return Counter(host for held in found.homes.values() for host in held)
 
@@ -49,7 +57,6 @@ def test_every_shard_is_placed_so_often_on_hosts_that_differ(
     for file in files:
         held = found.holders(file.file)
         assert len(set(held)) == len(held) == min(copies, count)
-        assert all(file.file in found.kept_by(host) for host in held)
     assert policy in str(found) and found == place(
         files, hosts(count), policy, copies=copies, seed=seed
     )
@@ -135,7 +142,7 @@ def test_balanced_is_within_the_largest_shard_of_the_ideal(
     named = [ShardHost(f"host-{i}", speed) for i, speed in enumerate(speeds)]
     found = place(files, named, "balanced")
     size = {f.file: f.nbytes for f in files}
-    finish = [sum(size[s] for s in found.kept_by(h.name)) / h.speed for h in named]
+    finish = [sum(size[s] for s in kept_by(found, h.name)) / h.speed for h in named]
     ideal = sum(size.values()) / sum(speeds)
     largest = max(size.values(), default=0) / np.mean(speeds)
     assert max(finish) <= ideal + largest + 1e-6
@@ -165,7 +172,7 @@ def test_no_host_is_given_more_than_it_has_room_for(
         assert sum(c is None for c in capacities) < min(copies, len(named))
         return
     for host in named:
-        kept = sum(size[s] for s in found.kept_by(host.name))
+        kept = sum(size[s] for s in kept_by(found, host.name))
         assert host.capacity is None or kept <= host.capacity
 
 
@@ -216,29 +223,3 @@ def test_placements_never_change_between_releases() -> None:
         ("00002", ("host-1", "host-2")),
         ("00003", ("host-1", "host-2")),
     ]
-
-
-@given(rows=st.integers(0, 500), parts=st.integers(1, 12), seed=st.integers(0, 2**40))
-def test_parts_hold_every_row_once(rows: int, parts: int, seed: int) -> None:
-    for divided in (block_partition(rows, parts), sample_partition(rows, parts, seed)):
-        found = np.concatenate([part[range(len(part))] for part in divided])
-        assert sorted(found.tolist()) == list(range(rows))
-        sizes = [len(part) for part in divided]
-        assert len(sizes) == parts and sizes == sorted(sizes, reverse=True)
-        assert sizes[0] - sizes[-1] <= 1
-
-
-def test_parts_are_contiguous_or_shuffled_and_computed_when_asked() -> None:
-    assert block_partition(10, 3)[1][[0, 2]].tolist() == [4, 6]
-    part = sample_partition(10**12, 4, seed=3)[1]
-    assert len(part) == 25 * 10**10
-    assert part[[5, 10**11]].tolist() == [part[[5]][0], part[[10**11]][0]]
-    assert abs(part[range(1000)].mean() / 10**12 - 0.5) < 0.05
-    assert (
-        sample_partition(9, 2, 0)[0][range(5)].tolist()
-        != sample_partition(9, 2, 1)[0][range(5)].tolist()
-    )
-    with pytest.raises(IndexError, match="outside a part of 5"):
-        sample_partition(9, 2, 0)[0][[5]]
-    with pytest.raises(DataError, match="0 parts"):
-        block_partition(5, 0)

@@ -177,6 +177,16 @@ def test_killed_at_any_moment_and_continued(tmp_path: Path) -> None:
     assert digest(stormy) == digest(calm)
 
 
+def test_drafts_of_killed_processes_do_not_stay(tmp_path: Path) -> None:
+    source, calm, stormy = people(tmp_path / "people.csv", 50), tmp_path / "a", tmp_path / "b"
+    (stormy / ".work").mkdir(parents=True)
+    for name in (".train-00000.arrow.1.draft", ".manifest.json.1.draft"):
+        (stormy / name).write_bytes(b"half of it")
+    for folder in (calm, stormy):
+        mh.prepare([source], folder, label="income", workers=1)
+    assert digest(stormy) == digest(calm)
+
+
 def test_a_worker_process_that_dies_is_replaced(tmp_path: Path) -> None:
     """kill -9 of a pool process in the middle: the driver goes on and the bytes are the same."""
     source = people(tmp_path / "people.csv", 3000)

@@ -226,6 +226,10 @@ def many_shards(tmp_path: Path, **options: Any) -> ShardRecords:
     return open_prepared(write_folder(tmp_path, {"train": tables}), **options)
 
 
+def now_open(records: ShardRecords) -> list[int]:
+    return sorted(records._open_shards._ready)
+
+
 def test_the_shards_of_two_windows_are_open_at_most(tmp_path: Path) -> None:
     records = many_shards(tmp_path, window=25)
     for epoch in range(2):
@@ -233,9 +237,9 @@ def test_the_shards_of_two_windows_are_open_at_most(tmp_path: Path) -> None:
         for start in range(0, 120, 5):
             records.batch(order[range(start, start + 5)], visit)
             wait_for_background()
-            assert len(records._shelf.open_shards) <= 3 + 4  # the last window is the largest
+            assert len(now_open(records)) <= 3 + 4  # the last window is the largest
     records.close()
-    assert records._shelf.open_shards == []
+    assert now_open(records) == []
 
 
 def test_the_next_window_is_opened_in_the_background(tmp_path: Path) -> None:
@@ -244,14 +248,14 @@ def test_the_next_window_is_opened_in_the_background(tmp_path: Path) -> None:
     records.batch(order[range(5)], RecordVisit(3, 0))
     wait_for_background()
     first, second = order.windows.shards[:2]
-    assert records._shelf.open_shards == sorted([*first, *second])
+    assert now_open(records) == sorted([*first, *second])
     held_out = RecordVisit(3, training=False)
     records.batch(np.arange(4), held_out)
     wait_for_background()
-    assert records._shelf.open_shards == [0, 1, 2, 3]  # in their own order
+    assert now_open(records) == [0, 1, 2, 3]  # in their own order
     records.batch(np.arange(116, 120), held_out)
     wait_for_background()
-    assert records._shelf.open_shards == [10, 11]
+    assert now_open(records) == [10, 11]
 
 
 def wait_for_background() -> None:
