@@ -4,6 +4,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.installed
 SECONDS ?= 60
+# As many processes as cores share the tests; `make test SIDE_BY_SIDE=` runs them one by one.
+SIDE_BY_SIDE ?= -n logical --maxprocesses 4 --dist loadgroup
+PYTEST := $(BIN)/python -m pytest -rfEs $(SIDE_BY_SIDE)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup tools demo test test-all check format bench docs soak soak-hosts clean
@@ -37,17 +40,20 @@ tools:  ## install, where we may, what some tests need: they are skipped without
 demo: setup  ## train on handwritten digits with two workers, and kill one
 	$(BIN)/manyhands demo
 
+# They start some hundred processes, and each would compile our code anew.
+test test-all check: export PYTHONDONTWRITEBYTECODE =
+
 test: setup tools  ## run the tests
-	$(BIN)/python -m pytest -rs -m "not slow"
+	$(PYTEST) -m "not slow"
 
 test-all: setup tools  ## run the tests, the slow ones too
-	$(BIN)/python -m pytest -rs
+	$(PYTEST)
 
 check: setup tools  ## format, lint, types, tests
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright
-	$(BIN)/python -m pytest -rs -m "not slow"
+	$(PYTEST) -m "not slow"
 
 format: setup  ## format the code and fix what can be fixed
 	$(BIN)/ruff format .

@@ -1,6 +1,7 @@
 """Fixtures for all tests: a warm launcher, small tasks, and a watch for what tests leave behind."""
 
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -13,21 +14,57 @@ from manyhands.launch.engines.launcher import Launcher
 from manyhands.launch.engines.local import Local
 from manyhands.launch.engines.segments import create_segments
 from manyhands.testing.namespaces import NAMED, Network, why_not
+from tests.support import shared_memory
 
 # A busy machine is no bug: no test is judged by how long it took.
 settings.register_profile("calm", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("calm")
 
+os.environ[shared_memory.MARK] = str(os.getpid())
+
+HERE = Path(__file__).parent
+
 # Set by torch and scikit-learn when they are imported.
 IGNORED = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_", "KMP_")
+
+
+GROUPS = {
+    "launch/hosts": "hosts",  # several hosts, ssh, mpirun: leases, heartbeats, links that are cut
+    "launch/ray": "hosts",
+    "launch/wire": "hosts",
+    "driver/supervise/test_host_links.py": "hosts",  # these measure the network
+    "stories/test_doctor.py": "hosts",
+    "soak": "hosts",
+    "training/collective/test_mpi.py": "mpi",  # its ranks are started once for all of them
+    "test_surfaces.py": "surfaces",  # and so is its run
+}
+"""Files or folders whose tests one of pytest's processes runs, one after the other; all others go
+to whoever is free. "hosts" are those that judge silence, or use what the machine has once."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        where = item.path.relative_to(HERE).as_posix()
+        for start, group in GROUPS.items():
+            if where.startswith(start):
+                item.add_marker(pytest.mark.xdist_group(group))
+    # The longest that are in no group come first, so that nobody is waited for at the end.
+    items.sort(key=lambda item: item.path.name != "test_docs.py")
 
 
 @pytest.fixture(scope="session")
 def launcher() -> Iterator[Launcher]:
     """One host agent for all tests: it has imported torch once, workers are forked from it."""
-    local = Local("manyhands.worker.lifecycle:main", create_segments())
+    local = Local("tests.support.warm_worker:main", create_segments())
     yield local
     local.close()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """As in a worker. With more, threads of tests that run side by side wait for each other."""
+    if torch := sys.modules.get("torch"):  # not imported here: not every test needs it
+        torch.set_num_threads(1)
 
 
 @pytest.fixture
@@ -46,7 +83,7 @@ def network() -> Iterator[Callable[..., Network]]:
 @pytest.fixture(autouse=True)
 def nothing_is_left_behind() -> Iterator[None]:
     threads, environment = set(threading.enumerate()), dict(os.environ)
-    shared = set(Path("/dev/shm").iterdir())
+    shared = shared_memory.there()
     spaces = set(NAMED.glob(f"manyhands-{os.getpid()}-*"))
     yield
     left = [t for t in threading.enumerate() if t not in threads and t.is_alive() and not t.daemon]
@@ -54,6 +91,7 @@ def nothing_is_left_behind() -> Iterator[None]:
     changed = {k for k in environment.keys() | os.environ.keys() if not k.startswith(IGNORED)}
     changed = {k for k in changed if environment.get(k) != os.environ.get(k)}
     assert not changed, f"environment changed: {changed}"
-    assert set(Path("/dev/shm").iterdir()) <= shared, "shared memory left behind"
+    left = shared_memory.left_since(shared)
+    assert not left, f"shared memory left behind: {left}"
     new = set(NAMED.glob(f"manyhands-{os.getpid()}-*")) - spaces
     assert not new, f"network namespaces left behind: {[path.name for path in new]}"

@@ -34,7 +34,7 @@ BELOW = {"values", "accounting", *STAGES}
 MAY_IMPORT: dict[str, set[str]] = {
     "values": {"values"},
     "accounting": {"values", "accounting"},
-    **{stage: {"values", "accounting", stage} for stage in STAGES},
+    **{stage: {"values", "accounting", stage} for stage in sorted(STAGES)},
     "driver": {"driver", *BELOW},
     "worker": {"worker", *BELOW},
     "stories": {"stories", "driver", "worker", *BELOW},

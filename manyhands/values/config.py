@@ -196,7 +196,7 @@ class RecoveryConfig:
     ends the run."""
 
     rebalance: bool = True
-    """Deal fewer micro-batches to slower workers. The result does not depend on it."""
+    """Deal fewer micro-batches to slower workers."""
 
     def __post_init__(self) -> None:
         _at_least("recovery", "silent_s", self.silent_s, 0.5)

@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
 @pytest.mark.parametrize("collective", ["mpi", pytest.param("sockets", marks=pytest.mark.slow)])
-def test_agents_started_by_mpirun(tmp_path: Path, collective: str) -> None:
+def test_agents_started_by_mpirun(launcher: Any, tmp_path: Path, collective: str) -> None:
     token, run = tmp_path / "token", tmp_path / "run"
     write_token(token, new_secret())
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -45,5 +46,12 @@ def test_agents_started_by_mpirun(tmp_path: Path, collective: str) -> None:
     finally:
         agents.kill()
         agents.communicate()
-    calm = mh.train(TASK, to=tmp_path / "calm", workers=1, settings=SETTINGS[1::2], quiet=True)
+    calm = mh.train(
+        TASK,
+        to=tmp_path / "calm",
+        workers=1,
+        settings=SETTINGS[1::2],
+        quiet=True,
+        launcher=launcher,
+    )
     assert mh.fingerprint(run) == calm.fingerprint
