@@ -17,7 +17,8 @@ import torch
 
 import manyhands as mh
 from manyhands import cli
-from manyhands.data.reading.records import Records, open_data
+from manyhands.data.open_data import open_data
+from manyhands.data.reading.records import Records
 from manyhands.launch.engines.launcher import Launcher
 from manyhands.values.config import DataConfig
 

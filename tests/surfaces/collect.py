@@ -16,19 +16,19 @@ from typing import Any, get_args
 from unittest import mock
 
 import typer
-from manyhands.data.encoding.fitting import Fitted
-from manyhands.driver.supervise.audience import Link
 from msgspec import inspect as kinds
 
 import manyhands as mh
 from manyhands import cli
 from manyhands.accounting.ledger import AnyEntry
+from manyhands.data.encoding.fitted_encoders import Fitted
 from manyhands.data.shards.manifest import Manifest
 from manyhands.values import errors
 from manyhands.values.config import LIVE, SECTIONS
 from manyhands.values.events import AnyEvent
 from manyhands.values.faults import FaultPlan
 from manyhands.values.verdict import Verdict
+from manyhands.values.worker_status import Link
 
 Lines = Iterator[str]
 

@@ -28,7 +28,7 @@ SUFFIX: dict[ShardFormat, str] = {"arrow": "arrow", "parquet": "parquet", "tfrec
 
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    split: str = "ratio=0.8"
+    split: str
     """`ratio=0.8`, `time=when:0.8`, `group=user:0.8`, `segment=region:north`, or `none`."""
     folds: int = 0
     """Instead of a split: this many folds, each held out once."""
