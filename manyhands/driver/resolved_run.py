@@ -6,7 +6,7 @@ What was asked for is a request (values/run_request.py); whatever is alive comes
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -75,18 +75,7 @@ def resolve(request: RunRequest, attached: Attached) -> ResolvedRun:
     if given is not None:
         config = given if isinstance(given, RunConfig) else from_dict(given)
     to = Path(request.to) if request.to else new_run_path(Path("runs"), name_of(loaded))
-    workers, aim = _how_many(request, request.asked)
-    return ResolvedRun(
-        run=RunDir(to),
-        loaded=loaded,
-        config=config.with_settings(request.settings),
-        workers=workers,
-        aim=aim,
-        on_step=attached.on_step,
-        quiet=request.quiet,
-        faults=attached.faults or FaultPlan(),
-        asked=request.asked,
-    )
+    return _resolved(request, attached, RunDir(to), loaded, config)
 
 
 def resolve_again(
@@ -97,9 +86,23 @@ def resolve_again(
     config, _ = read_toml(folder.config)
     loaded, notes = reload(folder, request.task)
     step, problems = _step_to_go_on_from(folder)
+    return replace(
+        _resolved(request, attached, folder, loaded, config),
+        given=frozenset(setting.partition("=")[0].strip() for setting in request.settings),
+        notes=[*notes, *(f"{p}; using step {step} instead" for p in problems)],
+    ), step
+
+
+def _resolved(
+    request: RunRequest | ResumeRequest,
+    attached: Attached,
+    run: RunDir,
+    loaded: Loaded,
+    config: RunConfig,
+) -> ResolvedRun:
     workers, aim = _how_many(request, request.asked)
-    resolved = ResolvedRun(
-        run=folder,
+    return ResolvedRun(
+        run=run,
         loaded=loaded,
         config=config.with_settings(request.settings),
         workers=workers,
@@ -108,10 +111,7 @@ def resolve_again(
         quiet=request.quiet,
         faults=attached.faults or FaultPlan(),
         asked=request.asked,
-        given=frozenset(setting.partition("=")[0].strip() for setting in request.settings),
-        notes=[*notes, *(f"{p}; using step {step} instead" for p in problems)],
     )
-    return resolved, step
 
 
 def _step_to_go_on_from(folder: RunDir) -> tuple[int, list[str]]:
