@@ -71,31 +71,34 @@ class Update:
 
     def update(self, step: StepTally, parts: Parts, origin: Bounds, factor: float) -> None:
         """Every unit that is worked on here, one after the other. `parts` begin at `origin`."""
-        optimizer = self.optimizer
-        with one_thread():
-            for k, work in enumerate(optimizer.works):
-                if k:
-                    self.moment("update")
-                unit = work.unit.bounds
-                if step.clip_norm is not None:
-                    gradient = {d: self.sums[d][a:b] for d, (a, b) in unit.items()}
-                else:
-                    gradient = self.finisher.finish(step, parts, origin, unit)
-                if factor < 1.0 or optimizer.cut == "nowhere":  # unknown ones may write to it
-                    gradient = self.finisher.scaled(gradient, factor)
-                optimizer.update(work, gradient, unit, step.touched, step.step)
+
+        def gradient(unit: Bounds) -> Lanes:
+            if step.clip_norm is not None:
+                return self._summed(unit)
+            return self.finisher.finish(step, parts, origin, unit)
+
+        self._update(step, gradient, factor)
 
     def update_summed(self, step: StepTally, factor: float) -> None:
         """The same, when hosts have summed up the whole gradient in `sums`."""
+
+        def gradient(unit: Bounds) -> Lanes:
+            summed = self._summed(unit)
+            return self.finisher.divided(summed, step.total) if step.weighted else summed
+
+        self._update(step, gradient, factor)
+
+    def _summed(self, unit: Bounds) -> Lanes:
+        return {dtype: self.sums[dtype][a:b] for dtype, (a, b) in unit.items()}
+
+    def _update(self, step: StepTally, gradient: Callable[[Bounds], Lanes], factor: float) -> None:
         optimizer = self.optimizer
         with one_thread():
             for k, work in enumerate(optimizer.works):
                 if k:
                     self.moment("update")
                 unit = work.unit.bounds
-                gradient = {d: self.sums[d][a:b] for d, (a, b) in unit.items()}
-                if step.weighted:
-                    gradient = self.finisher.divided(gradient, step.total)
-                if factor < 1.0 or optimizer.cut == "nowhere":
-                    gradient = self.finisher.scaled(gradient, factor)
-                optimizer.update(work, gradient, unit, step.touched, step.step)
+                finished = gradient(unit)
+                if factor < 1.0 or optimizer.cut == "nowhere":  # unknown ones may write to it
+                    finished = self.finisher.scaled(finished, factor)
+                optimizer.update(work, finished, unit, step.touched, step.step)
