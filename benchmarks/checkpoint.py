@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from manyhands.checkpoint.commit import FileRecord, FolderStorage, StepManifest
 from manyhands.checkpoint.saver import Content, Saver
-from manyhands.values.rundir import RunDir
+from manyhands.values.run_folder import RunDir
 
 FULL_MB, QUICK_MB = 400, 100
 METRICS = (Metric("blocking_s", "blocking s per 400 MB", digits=3),)

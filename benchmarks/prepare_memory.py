@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 from rows import console
 
-from manyhands.values.sizes import parse_bytes
+from manyhands.values.byte_sizes import parse_bytes
 
 
 def write_csv(path: Path, size: int) -> int:

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 import manyhands as mh
 from manyhands.accounting import ledger
 from manyhands.accounting.proof import check
-from manyhands.values.faults import FaultPlan
+from manyhands.values.planned_faults import FaultPlan
 
 SETTINGS = ["train.batch=64", "train.micro_batch=8", "train.epochs=6"]
 

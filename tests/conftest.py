@@ -11,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from manyhands.launch.engines.launcher import Launcher
-from manyhands.launch.engines.local import Local
-from manyhands.launch.engines.segments import create_segments
+from manyhands.launch.engines.local_processes import Local
+from manyhands.launch.engines.memory_segments import create_segments
 from manyhands.testing.namespaces import NAMED, Network, why_not
 from tests.support import shared_memory
 

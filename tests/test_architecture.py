@@ -132,7 +132,7 @@ def test_folders_are_nouns_and_no_public_name() -> None:
 
 def test_the_environment_is_read_in_one_place() -> None:
     reads = [p for p in FILES if re.search(r"os\.(environ|getenv)", p.read_text())]
-    assert [p.name for p in reads] == ["world.py"]
+    assert [p.name for p in reads] == ["environment.py"]
 
 
 def test_the_public_names_are_there() -> None:

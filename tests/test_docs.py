@@ -9,7 +9,7 @@ import pytest
 import manyhands as mh
 from manyhands.launch.engines.launcher import Launcher
 from manyhands.values.config import SECTIONS, from_toml
-from manyhands.values.options import help_texts
+from manyhands.values.option_fields import help_texts
 from tests.support import doc_tables
 
 ROOT = Path(mh.__file__).parent.parent

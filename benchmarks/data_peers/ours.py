@@ -9,7 +9,7 @@ import torch
 from peers import BATCH, Convert, Epoch, main
 
 import manyhands as mh
-from manyhands.accounting.micro_batches import steps_per_epoch
+from manyhands.accounting.deal_micro_batches import steps_per_epoch
 from manyhands.data.reading.micro_batch_feed import MicroBatchFeed
 from manyhands.data.reading.shard_records import ShardRecords as Records
 

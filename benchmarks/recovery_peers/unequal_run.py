@@ -13,7 +13,7 @@ from pathlib import Path
 from works import WORKERS, WORKS
 
 import manyhands as mh
-from manyhands.values.faults import FaultPlan
+from manyhands.values.planned_faults import FaultPlan
 
 MICRO_BATCHES = 16
 TASK = Path(__file__).parents[1] / "manyhands_contestant.py"

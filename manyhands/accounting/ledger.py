@@ -15,9 +15,9 @@ from typing import IO, Any
 
 import msgspec
 
-from manyhands.accounting.micro_batches import cut
+from manyhands.accounting.deal_micro_batches import cut
 from manyhands.values.errors import RunDirError
-from manyhands.values.rundir import sync_folder
+from manyhands.values.run_folder import sync_folder
 
 EpochStretch = tuple[int, int, int]
 """Positions [start, stop) of one epoch, as (epoch, start, stop)."""

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
+from manyhands.accounting.deal_micro_batches import cut, deal, steps_per_epoch
 from manyhands.accounting.ledger import (
     AnyEntry,
     Committed,
@@ -24,7 +25,6 @@ from manyhands.accounting.ledger import (
     opening,
     runs_of,
 )
-from manyhands.accounting.micro_batches import cut, deal, steps_per_epoch
 from manyhands.values.errors import RunDirError
 
 

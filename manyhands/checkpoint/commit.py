@@ -17,7 +17,7 @@ from typing import Protocol
 import msgspec
 
 from manyhands.values.errors import CheckpointDamaged
-from manyhands.values.rundir import RunDir, sync_folder
+from manyhands.values.run_folder import RunDir, sync_folder
 
 Buffer = bytes | memoryview
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from manyhands.checkpoint.commit import Buffer, FileRecord
-from manyhands.checkpoint.tensors import encode
+from manyhands.checkpoint.safetensors_files import encode
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,11 +9,11 @@ from typing import Annotated
 
 import typer
 
-from manyhands.cli.arguments import JsonFlag
-from manyhands.cli.command_options import options_of
+from manyhands.cli.options_from_requests import options_of
 from manyhands.cli.printing import to_json
+from manyhands.cli.shared_arguments import JsonFlag
 from manyhands.values.errors import DataDamaged, DataTaskFailed, ManyhandsError, RunFailed
-from manyhands.values.prepare_request import PrepareRequest
+from manyhands.values.prepare_options import PrepareRequest
 
 
 @options_of(PrepareRequest)
@@ -70,7 +70,7 @@ def _resumable() -> Generator[None]:
 def _told() -> Generator[None]:
     """Errors in lines that fit a terminal. Work that crashed, though nothing was wrong with what
     was asked for, is a run that failed."""
-    from manyhands.values.wrapping import wrapped
+    from manyhands.values.wrap_text import wrapped
 
     name = "manyhands: "
     try:

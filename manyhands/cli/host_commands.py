@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
-from manyhands.cli.arguments import JsonFlag
-from manyhands.cli.command_options import options_of
+from manyhands.cli.options_from_requests import options_of
 from manyhands.cli.printing import to_json
+from manyhands.cli.shared_arguments import JsonFlag
 from manyhands.values.errors import RequestError
-from manyhands.values.run_request import DoctorRequest
+from manyhands.values.run_options import DoctorRequest
 
 
 def worker(

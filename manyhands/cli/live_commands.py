@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from manyhands.cli.arguments import JsonFlag, RunFolder, WaitOption
 from manyhands.cli.run_commands import show_replay
+from manyhands.cli.shared_arguments import JsonFlag, RunFolder, WaitOption
 from manyhands.stories import live
 
 

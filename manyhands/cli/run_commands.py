@@ -10,13 +10,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from manyhands.cli.arguments import JsonFlag, RunFolder, Step
-from manyhands.cli.command_options import options_of
-from manyhands.cli.ledger_page import print_proof
+from manyhands.cli.options_from_requests import options_of
 from manyhands.cli.printing import links_table, show_pairs, to_json, warnings_shown
+from manyhands.cli.shared_arguments import JsonFlag, RunFolder, Step
+from manyhands.monitor.ledger_page import print_proof
 from manyhands.values.errors import ManyhandsError, RunFailed
-from manyhands.values.run_request import EvaluateRequest
-from manyhands.values.rundir import open_run
+from manyhands.values.run_folder import open_run
+from manyhands.values.run_options import EvaluateRequest
 from manyhands.values.task import user_traceback
 
 if TYPE_CHECKING:

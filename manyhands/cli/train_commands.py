@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from manyhands.cli.arguments import JsonFlag, QuietFlag
-from manyhands.cli.command_options import options_of
+from manyhands.cli.options_from_requests import options_of
 from manyhands.cli.printing import to_json
+from manyhands.cli.shared_arguments import JsonFlag, QuietFlag
 from manyhands.values.errors import RequestError, RunFailed
-from manyhands.values.faults import FaultPlan
+from manyhands.values.planned_faults import FaultPlan
 from manyhands.values.report import Report
-from manyhands.values.run_request import ResumeRequest, RunRequest, Where
-from manyhands.values.rundir import new_run_path, open_run
+from manyhands.values.run_folder import new_run_path, open_run
+from manyhands.values.run_options import ResumeRequest, RunRequest, Where
 
 if TYPE_CHECKING:
     from manyhands.stories.train import Attached

@@ -18,14 +18,14 @@ import msgspec
 
 from manyhands.accounting import ledger
 from manyhands.checkpoint.commit import FileRecord, FolderStorage, StepManifest, to_delete
-from manyhands.checkpoint.contents import MODEL
-from manyhands.checkpoint.tensors import fingerprint
+from manyhands.checkpoint.safetensors_files import fingerprint
+from manyhands.checkpoint.step_files import MODEL
 from manyhands.driver.live.live_settings import LiveSettings
 from manyhands.driver.resolved_run import ResolvedRun
 from manyhands.driver.run_outputs import RunOutputs
 from manyhands.driver.speed_meter import SpeedMeter
 from manyhands.driver.status_writer import write_status
-from manyhands.driver.supervise.outcome import Done, Incident
+from manyhands.driver.supervise.run_outcome import Done, Incident
 from manyhands.evaluation.early_stopping import best_step, should_stop
 from manyhands.monitor.terminal import Progress
 from manyhands.planning.planner import Plan
@@ -34,7 +34,7 @@ from manyhands.values.config import live_settings
 from manyhands.values.errors import ConfigError, Interrupted, RequestError, RunFailed
 from manyhands.values.messages import Beat, SavedFile, Settings, View
 from manyhands.values.report import Report
-from manyhands.values.rundir import write_whole
+from manyhands.values.run_folder import write_whole
 from manyhands.values.verdict import Cause, Verdict, explain
 from manyhands.values.worker_status import Link, WorkerStatus
 

@@ -5,9 +5,7 @@ What the supervisor reports on the way is dealt with in bookkeeping.py.
 """
 
 import shutil
-import signal
-import threading
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -17,27 +15,28 @@ from manyhands.accounting.ledger import Book, Opened, journal_of, new_book, old_
 from manyhands.data.open_data import make_ready, open_data
 from manyhands.data.reading.records import Records
 from manyhands.driver.bookkeeping import Bookkeeping, drivers_fault
-from manyhands.driver.file_server import FileServer
 from manyhands.driver.live.command_socket import CommandSocket
 from manyhands.driver.live.live_requests import LiveRequests
 from manyhands.driver.resolved_run import ResolvedRun
+from manyhands.driver.run_file_server import FileServer
+from manyhands.driver.stop_signals import asked_to_stop
 from manyhands.driver.supervise.worker_states import Limits, Situation
 from manyhands.driver.supervisor import Supervisor
 from manyhands.driver.task_files import check_criteria, describe_run, task_line, weights_file
 from manyhands.driver.workforce import most_workers, reserve, room_for, speed_control, wanting
 from manyhands.launch.engines.launcher import Launcher, WorkerPlace
 from manyhands.launch.shipping import ship_task
-from manyhands.launch.wire.channel import SupervisorChannel
+from manyhands.launch.wire.control_channel import SupervisorChannel
 from manyhands.planning.planner import Plan, plan
 from manyhands.training.collective.collective import PRIVATE
 from manyhands.values import events
 from manyhands.values.config import to_toml
 from manyhands.values.credentials import new_secret
 from manyhands.values.errors import RunDirError
-from manyhands.values.orders import Orders, Parcel
 from manyhands.values.report import Report
-from manyhands.values.rundir import RunDir, locked, write_whole
+from manyhands.values.run_folder import RunDir, locked, write_whole
 from manyhands.values.verdict import Cause
+from manyhands.values.worker_orders import Orders, Parcel
 
 
 def drive(job: ResolvedRun, launcher: Launcher, *, resume: int | None = None) -> Report:
@@ -231,7 +230,7 @@ def _situation(
 def _supervise(supervisor: Supervisor, launcher: Launcher, books: Bookkeeping) -> Report:
     """Until the run is over. Nothing of it is alive any more when its end is told."""
     try:
-        with _asked_to_stop() as supervisor.requests.stop_asked:
+        with asked_to_stop() as supervisor.requests.stop_asked:
             outcome = supervisor.run()
         launcher.stop()
         if isinstance(outcome, Cause):
@@ -256,26 +255,3 @@ def _folder(run: RunDir, *, new: bool) -> Generator[None]:
         if new:
             shutil.rmtree(run.root, ignore_errors=True)
         raise
-
-
-@contextmanager
-def _asked_to_stop() -> Generator[Callable[[], bool]]:
-    """Ctrl-C, SIGTERM and SIGHUP ask the run to stop and save; a second one does not wait."""
-    asked = threading.Event()
-
-    def ask(number: int, frame: object) -> None:
-        if asked.is_set():
-            raise KeyboardInterrupt
-        asked.set()
-
-    if threading.current_thread() is not threading.main_thread():
-        yield asked.is_set
-        return
-    wanted = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    heeded = [s for s in wanted if signal.getsignal(s) is not signal.SIG_IGN]  # nohup stays nohup
-    before = {s: signal.signal(s, ask) for s in heeded}
-    try:
-        yield asked.is_set
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler or signal.SIG_DFL)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From what was asked for to what is to be done: task found, config settled, folder named.
 
-What was asked for is a request (values/run_request.py); whatever is alive comes beside it.
+What was asked for is a request (values/run_options.py); whatever is alive comes beside it.
 """
 
 import time
@@ -19,9 +19,9 @@ from manyhands.training.state.memory import MOST_RANKS
 from manyhands.values import events
 from manyhands.values.config import RunConfig, from_dict, read_toml
 from manyhands.values.errors import ConfigError, RunDirError
-from manyhands.values.faults import FaultPlan
-from manyhands.values.run_request import Pace, ResumeRequest, RunRequest
-from manyhands.values.rundir import RunDir, new_run_path
+from manyhands.values.planned_faults import FaultPlan
+from manyhands.values.run_folder import RunDir, new_run_path
+from manyhands.values.run_options import Pace, ResumeRequest, RunRequest
 from manyhands.values.task import Loaded
 
 OnStep = Callable[[events.Stepped], object]

@@ -12,7 +12,7 @@ from manyhands.monitor.metric_writers import CsvWriter, TensorBoardWriter, Write
 from manyhands.monitor.terminal import Display, Progress, display
 from manyhands.values import events
 from manyhands.values.config import LogConfig
-from manyhands.values.rundir import RunDir
+from manyhands.values.run_folder import RunDir
 
 
 class RunOutputs:

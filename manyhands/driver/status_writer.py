@@ -10,7 +10,7 @@ from contextlib import suppress
 import msgspec
 
 from manyhands.monitor.terminal import Progress
-from manyhands.values.rundir import RunDir, write_whole
+from manyhands.values.run_folder import RunDir, write_whole
 from manyhands.values.worker_status import Link, WorkerStatus
 
 

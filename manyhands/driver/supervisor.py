@@ -8,18 +8,18 @@ from itertools import accumulate
 import msgspec
 import zmq
 
-from manyhands.accounting.micro_batches import deal
+from manyhands.accounting.deal_micro_batches import deal
 from manyhands.driver.bookkeeping import Bookkeeping
-from manyhands.driver.file_server import FileServer
 from manyhands.driver.live.live_requests import LiveRequests
+from manyhands.driver.run_file_server import FileServer
 from manyhands.driver.supervise import decisions
 from manyhands.driver.supervise.audit import Audit
 from manyhands.driver.supervise.host_links import HostLinks
 from manyhands.driver.supervise.liveness import Liveness
 from manyhands.driver.supervise.membership import decide, redealt, suspicious
-from manyhands.driver.supervise.outcome import Done, Incident
+from manyhands.driver.supervise.run_outcome import Done, Incident
 from manyhands.driver.supervise.worker_states import Situation, WorkerState
-from manyhands.launch.engines.agent import WorkerStarted
+from manyhands.launch.engines.fork_agent import WorkerStarted
 from manyhands.launch.engines.launcher import (
     HostNews,
     Launcher,
@@ -27,8 +27,9 @@ from manyhands.launch.engines.launcher import (
     LauncherWarning,
     WorkerPlace,
 )
-from manyhands.launch.wire.channel import SupervisorChannel
+from manyhands.launch.wire.control_channel import SupervisorChannel
 from manyhands.values import events
+from manyhands.values.machine import oom_kills
 from manyhands.values.messages import (
     Beat,
     Begun,
@@ -54,7 +55,6 @@ from manyhands.values.messages import (
 )
 from manyhands.values.verdict import Cause
 from manyhands.values.worker_status import WorkerStatus
-from manyhands.values.world import oom_kills
 
 POLL_MS = 100
 

@@ -10,13 +10,13 @@ import msgspec
 import torch
 
 from manyhands.checkpoint.commit import FolderStorage, newest_good
-from manyhands.checkpoint.contents import MODEL
+from manyhands.checkpoint.step_files import MODEL
 from manyhands.data.open_data import open_data
 from manyhands.data.reading.records import Records, sampled_digest
 from manyhands.evaluation.early_stopping import criterion
 from manyhands.values.config import RunConfig, read_toml, to_toml
 from manyhands.values.errors import CheckpointMismatch, ConfigError, RunDirError
-from manyhands.values.rundir import RunDir, open_run, write_whole
+from manyhands.values.run_folder import RunDir, open_run, write_whole
 from manyhands.values.task import Loaded, Task, load_task
 from manyhands.values.version import VERSION
 

@@ -3,7 +3,7 @@
 
 from collections.abc import Callable
 
-from manyhands.accounting.micro_batches import steps_per_epoch
+from manyhands.accounting.deal_micro_batches import steps_per_epoch
 from manyhands.driver.resolved_run import ResolvedRun
 from manyhands.driver.supervise.speed_control import SpeedControl
 from manyhands.driver.supervise.worker_states import Situation
@@ -11,7 +11,7 @@ from manyhands.launch.engines.launcher import Launcher
 from manyhands.planning.planner import Plan
 from manyhands.training.state.memory import MOST_RANKS
 from manyhands.values.events import EventSink
-from manyhands.values.world import usable_cores
+from manyhands.values.machine import usable_cores
 
 
 def reserve(job: ResolvedRun, launcher: Launcher, made: Plan) -> None:

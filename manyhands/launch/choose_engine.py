@@ -3,16 +3,16 @@
 
 from collections.abc import Callable
 
-from manyhands.launch.engines.inline import Inline
+from manyhands.launch.engines.inline_thread import Inline
 from manyhands.launch.engines.launcher import WORKER, Launcher
-from manyhands.launch.engines.local import Local
-from manyhands.launch.engines.segments import create_segments
+from manyhands.launch.engines.local_processes import Local
+from manyhands.launch.engines.memory_segments import create_segments
 from manyhands.launch.hosts.requested_hosts import open_hosts
-from manyhands.launch.ray.ray_hosts import open_on_ray
+from manyhands.launch.ray.ray_placement_groups import open_on_ray
 from manyhands.launch.ray.ray_session import is_ray
 from manyhands.launch.shipping.ship_files import refuse_missing
 from manyhands.values.errors import RequestError
-from manyhands.values.run_request import Where
+from manyhands.values.run_options import Where
 
 ENGINES: dict[str, Callable[[str, tuple[int, int]], Launcher]] = {"local": Local, "inline": Inline}
 

@@ -9,9 +9,9 @@ from rich.progress import track
 from rich.table import Table
 from rich.text import Text
 
+from manyhands.values.byte_sizes import shown_bytes
 from manyhands.values.data_summary import ColumnSummary, DataSummary, LeakageSummary, SplitSummary
-from manyhands.values.sizes import shown_bytes
-from manyhands.values.wrapping import WIDTH, wrapped
+from manyhands.values.wrap_text import WIDTH, wrapped
 
 LABELS_SHOWN = 12
 """Labels in the table; of more, the most frequent ones."""

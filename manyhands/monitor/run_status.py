@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from manyhands.values.events import Failed, Finished, numbers_of, read_events
-from manyhands.values.rundir import RunDir
+from manyhands.values.run_folder import RunDir
 
 
 def status(run: RunDir) -> dict[str, Any]:

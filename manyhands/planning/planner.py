@@ -8,10 +8,10 @@ from typing import Any
 
 import msgspec
 
-from manyhands.accounting.micro_batches import cut_sizes, steps_per_epoch
+from manyhands.accounting.deal_micro_batches import cut_sizes, steps_per_epoch
 from manyhands.values.config import TrainConfig
 from manyhands.values.errors import ConfigError
-from manyhands.values.world import Machine
+from manyhands.values.machine import Machine
 
 
 class Choice(msgspec.Struct, frozen=True):

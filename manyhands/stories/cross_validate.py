@@ -19,10 +19,10 @@ from manyhands.data.reading.prepared_data import PreparedData
 from manyhands.data.shards.manifest import read_manifest
 from manyhands.data.shards.prepared_url import RemoteFolder, folder_of
 from manyhands.values.errors import RunFailed, TaskError
+from manyhands.values.machine import usable_cores
 from manyhands.values.report import Report
-from manyhands.values.rundir import RunDir, write_whole
+from manyhands.values.run_folder import RunDir, write_whole
 from manyhands.values.task import load_task
-from manyhands.values.world import usable_cores
 
 SUMMARY = "folds.json"
 

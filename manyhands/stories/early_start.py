@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from manyhands.launch.choose_engine import open_engine
 from manyhands.launch.ray.ray_session import is_ray
-from manyhands.values.run_request import Where
+from manyhands.values.run_options import Where
 
 if TYPE_CHECKING:
     from manyhands.driver.resolved_run import Attached

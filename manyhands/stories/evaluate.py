@@ -5,16 +5,16 @@ import warnings
 from pathlib import Path
 
 from manyhands.checkpoint.commit import FolderStorage, newest_good
-from manyhands.checkpoint.contents import MODEL
-from manyhands.checkpoint.tensors import fingerprint as fingerprint_of
+from manyhands.checkpoint.safetensors_files import fingerprint as fingerprint_of
+from manyhands.checkpoint.step_files import MODEL
 from manyhands.data.open_data import open_data
 from manyhands.driver.task_files import reload
 from manyhands.evaluation import scores
 from manyhands.values.config import read_toml
 from manyhands.values.errors import RequestError, RunDirError
-from manyhands.values.options import taking
-from manyhands.values.run_request import EvaluateRequest
-from manyhands.values.rundir import RunDir, open_run
+from manyhands.values.option_fields import taking
+from manyhands.values.run_folder import RunDir, open_run
+from manyhands.values.run_options import EvaluateRequest
 from manyhands.values.world import World
 from manyhands.worker.scoring import evaluation_of, measured
 

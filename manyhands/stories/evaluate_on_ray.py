@@ -11,12 +11,12 @@ from pathlib import Path
 
 import msgspec
 
-from manyhands.checkpoint.contents import MODEL, STATE
+from manyhands.checkpoint.step_files import MODEL, STATE
 from manyhands.evaluation import scores
 from manyhands.launch.ray.ray_executor import open_executor
 from manyhands.launch.shipping import ship_task
 from manyhands.values.config import RunConfig
-from manyhands.values.run_request import RayAccess
+from manyhands.values.run_options import RayAccess
 from manyhands.values.task import Loaded
 from manyhands.values.world import World
 from manyhands.worker.scoring import measured

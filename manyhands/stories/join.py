@@ -8,7 +8,7 @@ from pathlib import Path
 from manyhands.launch.hosts.host_daemon import Offer, serve
 from manyhands.values.credentials import parse_token, read_token
 from manyhands.values.errors import RequestError
-from manyhands.values.world import machine
+from manyhands.values.machine import machine
 
 
 def join(

@@ -17,7 +17,7 @@ from manyhands.driver.live.command_socket import (
 )
 from manyhands.values.config import read_changes
 from manyhands.values.errors import RequestError
-from manyhands.values.rundir import open_run
+from manyhands.values.run_folder import open_run
 
 
 def scale(run: Path, workers: int, wait_s: float) -> str:

@@ -10,8 +10,8 @@ from typing import Any
 from manyhands.data.preparing import pipeline
 from manyhands.data.shards.manifest import Manifest
 from manyhands.values.errors import RequestError
-from manyhands.values.options import taking
-from manyhands.values.prepare_request import PrepareRequest
+from manyhands.values.option_fields import taking
+from manyhands.values.prepare_options import PrepareRequest
 
 
 @dataclass(frozen=True, kw_only=True)

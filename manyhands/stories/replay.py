@@ -15,8 +15,8 @@ from pathlib import Path
 from manyhands.accounting import ledger
 from manyhands.accounting.proof import check
 from manyhands.checkpoint.commit import FolderStorage
-from manyhands.checkpoint.contents import MODEL
-from manyhands.checkpoint.tensors import fingerprint
+from manyhands.checkpoint.safetensors_files import fingerprint
+from manyhands.checkpoint.step_files import MODEL
 from manyhands.driver.drive import drive
 from manyhands.driver.resolved_run import ResolvedRun
 from manyhands.driver.task_files import reload
@@ -25,9 +25,9 @@ from manyhands.stories.train import launched
 from manyhands.values import events
 from manyhands.values.config import CheckpointConfig, RunConfig, read_toml
 from manyhands.values.errors import CheckpointDamaged, RequestError
-from manyhands.values.run_request import Where
-from manyhands.values.rundir import RunDir, open_run
-from manyhands.values.scratch import Scratch, sweep
+from manyhands.values.run_folder import RunDir, open_run
+from manyhands.values.run_options import Where
+from manyhands.values.scratch_folder import Scratch, sweep
 from manyhands.values.task import Task
 
 

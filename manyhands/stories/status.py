@@ -6,7 +6,7 @@ from typing import Any
 
 from manyhands.checkpoint.commit import FolderStorage
 from manyhands.monitor.run_status import status as status_of
-from manyhands.values.rundir import open_run, runs_under
+from manyhands.values.run_folder import open_run, runs_under
 
 
 def status(run: Path) -> dict[str, Any]:

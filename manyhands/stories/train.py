@@ -2,7 +2,7 @@
 """Training: what was asked for is made sense of, workers are at hand, the driver sees it through.
 
 `train` begins a run and `resume` goes on with one. Their parameters are the fields of the requests
-(values/run_request.py), and what only Python can give (`Attached`).
+(values/run_options.py), and what only Python can give (`Attached`).
 """
 
 from collections.abc import Generator
@@ -14,10 +14,10 @@ from manyhands.driver.drive import drive
 from manyhands.driver.resolved_run import NOTHING_ATTACHED, Attached, resolve, resolve_again
 from manyhands.launch.choose_engine import open_engine
 from manyhands.launch.engines.launcher import Launcher
-from manyhands.values.options import taking
+from manyhands.values.option_fields import taking
 from manyhands.values.report import Report
-from manyhands.values.run_request import ResumeRequest, RunRequest, Where
-from manyhands.values.rundir import locked, open_run
+from manyhands.values.run_folder import locked, open_run
+from manyhands.values.run_options import ResumeRequest, RunRequest, Where
 
 
 @dataclass(frozen=True, kw_only=True)

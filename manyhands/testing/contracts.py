@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from manyhands.checkpoint.commit import StepManifest, Storage
-from manyhands.launch.engines.agent import WorkerExit, WorkerStarted
+from manyhands.launch.engines.fork_agent import WorkerExit, WorkerStarted
 from manyhands.launch.engines.launcher import Launcher, WorkerPlace
 from manyhands.training.collective.collective import FACTS, NORMS, OUTCOMES, Bytes, Collective
 from manyhands.training.state.layout import Bounds

@@ -8,7 +8,7 @@ logging and stopping are hooks.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
-from manyhands.accounting.micro_batches import Cut, MicroBatch
+from manyhands.accounting.deal_micro_batches import Cut, MicroBatch
 from manyhands.training.compute.micro_batch_gradient import LossFn
 from manyhands.training.state.replica import Replica, StepFacts
 from manyhands.training.sync.sync import Sync

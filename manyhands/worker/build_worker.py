@@ -15,8 +15,8 @@ from manyhands.data.open_data import make_ready, open_data, share
 from manyhands.data.reading.micro_batch_feed import MicroBatchFeed
 from manyhands.data.reading.records import Records
 from manyhands.launch.shipping import ship_task
-from manyhands.launch.wire.channel import WorkerChannel
-from manyhands.training import build
+from manyhands.launch.wire.control_channel import WorkerChannel
+from manyhands.training import build_training
 from manyhands.training.collective.collective import PRIVATE
 from manyhands.training.collective.handshake import PeerListener
 from manyhands.training.compute.micro_batch_gradient import LossFn
@@ -25,9 +25,9 @@ from manyhands.training.state.memory import Memory
 from manyhands.training.state.replica import Replica
 from manyhands.training.sync.sync import Auditor, Moment, Sync
 from manyhands.values.messages import Measured
-from manyhands.values.orders import Orders
 from manyhands.values.task import Task
-from manyhands.worker import agreement
+from manyhands.values.worker_orders import Orders
+from manyhands.worker import compare_workers
 from manyhands.worker.watched_feed import WatchedFeed
 
 if TYPE_CHECKING:
@@ -56,9 +56,9 @@ def build_worker(
     train = orders.config.train
     task = ship_task.unpack(orders.parcel, orders.task_fd)
     loss = _loss(task, orders, channel)
-    device = build.choose_device(train, orders.worker)
+    device = build_training.choose_device(train, orders.worker)
     memory = Memory(None if orders.collective in PRIVATE else orders.state_fd)
-    replica = build.replica(task, train, memory, device)
+    replica = build_training.replica(task, train, memory, device)
 
     def fetched(done: int, total: int) -> None:
         """Before it has joined; so that nobody thinks it will not come."""
@@ -75,12 +75,12 @@ def build_worker(
     )
     drag = partial(orders.faults.drag, orders.order)
     watched = WatchedFeed(feed, channel, device, moment, drag)
-    auditor = agreement.Recheck(replica, watched, loss, train, moment)
+    auditor = compare_workers.Recheck(replica, watched, loss, train, moment)
     rendezvous = Path(orders.run) / ".rendezvous"
-    peers = build.PeerAccess(
+    peers = build_training.PeerAccess(
         listener, orders.secret, rendezvous, _telling_of_links(replica, channel)
     )
-    collective = build.collective(
+    collective = build_training.collective(
         orders.collective,
         train,
         memory,
@@ -88,10 +88,10 @@ def build_worker(
         reach=peers,
         patience=channel.waiting,
     )
-    sync = build.strategy(
+    sync = build_training.strategy(
         train, replica, memory, collective, heard=channel.heard, moment=moment, auditor=auditor
     )
-    built = agreement.describe(replica, records)
+    built = compare_workers.describe(replica, records)
     at = listener.address.rpartition(":")[0]
     sharing = share(records, held_out, orders.config.data, orders.secret, at)
     return WorkerParts(

@@ -12,9 +12,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from manyhands.checkpoint.commit import Buffer, FileRecord, FolderStorage, StepManifest
-from manyhands.launch.wire.channel import WorkerChannel
+from manyhands.launch.wire.control_channel import WorkerChannel
 from manyhands.values.messages import FILE_PIECE_BYTES, Answer, ReadFile, StoreFile
-from manyhands.values.rundir import RunDir
+from manyhands.values.run_folder import RunDir
 
 WINDOW = 8
 """Pieces that are on their way at a time."""

@@ -5,17 +5,17 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from manyhands.checkpoint import contents
+from manyhands.checkpoint import step_files
 from manyhands.checkpoint.commit import FileRecord, FolderStorage
+from manyhands.checkpoint.safetensors_files import decode
 from manyhands.checkpoint.saver import Content, Saver
-from manyhands.checkpoint.tensors import decode
-from manyhands.launch.wire.channel import WorkerChannel
+from manyhands.launch.wire.control_channel import WorkerChannel
 from manyhands.training.state.param_groups import groups_to_json, restore, schedule_to_json
 from manyhands.training.state.replica import Replica
 from manyhands.training.state.sharded_optimizer import OptimizerEntry
 from manyhands.values.errors import CheckpointDamaged, CheckpointMismatch, ConfigError
 from manyhands.values.messages import SavedFile, Written
-from manyhands.values.rundir import RunDir
+from manyhands.values.run_folder import RunDir
 from manyhands.worker.carried_files import CarriedStorage
 
 
@@ -46,7 +46,9 @@ def saver(
 
 def optimizer_part(worker: int, entries: Iterable[OptimizerEntry]) -> Content:
     """The state of what this worker updates."""
-    return contents.optimizer_content(worker, ((e.key, e.name, e.offset, e.value) for e in entries))
+    return step_files.optimizer_content(
+        worker, ((e.key, e.name, e.offset, e.value) for e in entries)
+    )
 
 
 def common_part(replica: Replica) -> list[Content]:
@@ -58,15 +60,15 @@ def common_part(replica: Replica) -> list[Content]:
         "schedule": schedule_to_json(replica.schedule),
     }
     return [
-        contents.model_content(replica.tensors()),
-        contents.state_content(replica.passing_buffers(), state),
+        step_files.model_content(replica.tensors()),
+        step_files.state_content(replica.passing_buffers(), state),
     ]
 
 
 def load_model(replica: Replica, folder: Path) -> dict[str, Any]:
     """Weights and buffers of a committed step; returns the rest of its state."""
-    replica.load(contents.read_model(folder), where=str(folder))
-    passing, state = contents.read_state(folder)
+    replica.load(step_files.read_model(folder), where=str(folder))
+    passing, state = step_files.read_state(folder)
     replica.buffers.load(passing)
     return state
 
@@ -102,4 +104,4 @@ def load_weights(replica: Replica, file: str) -> None:
 
 def entries_of(folder: Path) -> Iterator[OptimizerEntry]:
     """What the optimizer kept, from however many workers."""
-    return (OptimizerEntry(*e) for e in contents.read_optimizer(folder))
+    return (OptimizerEntry(*e) for e in step_files.read_optimizer(folder))

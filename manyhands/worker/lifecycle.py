@@ -22,9 +22,9 @@ import msgspec
 import torch
 
 from manyhands.data.open_data import make_ready
-from manyhands.launch.wire.channel import WorkerChannel
+from manyhands.launch.wire.control_channel import WorkerChannel
 from manyhands.launch.wire.heartbeat import Heartbeat
-from manyhands.training import build, loop
+from manyhands.training import build_training, loop
 from manyhands.training.collective.collective import PRIVATE
 from manyhands.training.collective.handshake import PeerListener
 from manyhands.training.compute.nondeterminism import PlainState
@@ -32,7 +32,7 @@ from manyhands.training.state.param_groups import groups_to_json, kinds_of
 from manyhands.training.state.sharded_optimizer import without_dynamo
 from manyhands.training.sync.sync import Place
 from manyhands.values import errors
-from manyhands.values.faults import Fault
+from manyhands.values.machine import machine, peak_memory_bytes
 from manyhands.values.messages import (
     Begun,
     Hello,
@@ -44,14 +44,15 @@ from manyhands.values.messages import (
     Testimony,
     View,
 )
-from manyhands.values.orders import Orders
-from manyhands.values.rundir import RunDir
-from manyhands.values.world import World, machine, peak_memory_bytes
-from manyhands.worker import agreement, checkpoint_part
+from manyhands.values.planned_faults import Fault
+from manyhands.values.run_folder import RunDir
+from manyhands.values.worker_orders import Orders
+from manyhands.values.world import World
+from manyhands.worker import checkpoint_part, compare_workers
 from manyhands.worker.build_worker import WorkerParts, build_worker
 from manyhands.worker.carried_files import fetch, fetch_step
+from manyhands.worker.report_trouble import WatchedListener, trouble_of
 from manyhands.worker.step_hooks import StepHooks
-from manyhands.worker.trouble import WatchedListener, trouble_of
 
 
 def main(orders: bytes) -> int:
@@ -183,9 +184,9 @@ class TrainingWorker:
 
     def _compare(self, view: View, parts: WorkerParts) -> None:
         """Workers must be alike; before the first step people are told what may make them not."""
-        built = agreement.compare(view.built)
+        built = compare_workers.compare(view.built)
         if self.world.leads and view.generation == 1:
-            for note in agreement.notes(self.replica, parts.task.data, built):
+            for note in compare_workers.notes(self.replica, parts.task.data, built):
                 self.tell(note)
             self.hooks.plain = PlainState(self.replica.model)
 
@@ -274,7 +275,7 @@ class TrainingWorker:
     def finish(self) -> None:
         self.hooks.finish()
         self.channel.send(self.heartbeat.beat())
-        build.leave(self.orders.collective)  # first: who has left may be killed
+        build_training.leave(self.orders.collective)  # first: who has left may be killed
         self.channel.send(
             Left(
                 worker=self.number,

@@ -12,7 +12,7 @@ from manyhands.data.open_data import open_data
 from manyhands.data.reading.micro_batch_feed import held_out_batches, on_device
 from manyhands.data.reading.records import Records
 from manyhands.evaluation import scores
-from manyhands.launch.wire.channel import WorkerChannel
+from manyhands.launch.wire.control_channel import WorkerChannel
 from manyhands.training.compute import micro_batch_gradient
 from manyhands.training.compute.seeds import seed_everything
 from manyhands.training.state.memory import Memory

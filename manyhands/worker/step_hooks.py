@@ -6,13 +6,13 @@ import math
 from collections.abc import Callable
 
 from manyhands.checkpoint.saver import Content, Saver
-from manyhands.launch.wire.channel import WorkerChannel
+from manyhands.launch.wire.control_channel import WorkerChannel
 from manyhands.training.compute.nondeterminism import PlainState
 from manyhands.training.loop import Hook
 from manyhands.training.state.replica import Replica, StepFacts
 from manyhands.values.config import live_settings
 from manyhands.values.messages import View
-from manyhands.values.orders import Orders
+from manyhands.values.worker_orders import Orders
 from manyhands.values.world import World
 from manyhands.worker import checkpoint_part
 from manyhands.worker.build_worker import WorkerParts

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
-from manyhands.accounting.micro_batches import Cut, MicroBatch, steps_per_epoch
+from manyhands.accounting.deal_micro_batches import Cut, MicroBatch, steps_per_epoch
 from manyhands.data.reading.micro_batch_feed import MicroBatchFeed, on_device
-from manyhands.launch.wire.channel import WorkerChannel
+from manyhands.launch.wire.control_channel import WorkerChannel
 
 
 class WatchedFeed:

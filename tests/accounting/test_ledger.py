@@ -11,6 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from manyhands.accounting import ledger
+from manyhands.accounting.deal_micro_batches import cut, deal
 from manyhands.accounting.ledger import (
     AnyEntry,
     Committed,
@@ -19,11 +20,10 @@ from manyhands.accounting.ledger import (
     Rewound,
     SettingsChanged,
 )
-from manyhands.accounting.micro_batches import cut, deal
 from manyhands.accounting.proof import Share, check
-from manyhands.cli.ledger_page import print_proof
+from manyhands.monitor.ledger_page import print_proof
 from manyhands.values.errors import RunDirError
-from manyhands.values.rundir import RunDir
+from manyhands.values.run_folder import RunDir
 
 replace = msgspec.structs.replace
 

@@ -8,11 +8,11 @@ from safetensors.torch import load_file, load_model
 
 import manyhands as mh
 from manyhands.checkpoint.commit import FileRecord, FolderStorage, newest_good, to_delete
+from manyhands.checkpoint.safetensors_files import encode, fingerprint
 from manyhands.checkpoint.saver import Content, Saver
-from manyhands.checkpoint.tensors import encode, fingerprint
 from manyhands.launch.engines.launcher import Launcher
 from manyhands.values.errors import CheckpointDamaged
-from manyhands.values.rundir import RunDir
+from manyhands.values.run_folder import RunDir
 from tests.support.tasks import Tied, make
 
 

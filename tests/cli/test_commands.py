@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from manyhands import cli
+from manyhands.cli import exit_codes
 from manyhands.launch.engines.launcher import Launcher
 
 TASK = """
@@ -56,7 +56,7 @@ def manyhands(
         monkeypatch.setattr(sys, "argv", ["manyhands", *map(str, arguments)])
         code = 0
         try:
-            cli.main()
+            exit_codes.main()
         except SystemExit as error:
             code = error.code if isinstance(error.code, int) else int(bool(error.code))
         said = capsys.readouterr()

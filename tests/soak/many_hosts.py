@@ -22,7 +22,7 @@ from manyhands.launch.choose_engine import open_engine
 from manyhands.launch.engines.launcher import Launcher
 from manyhands.stories.train import train
 from manyhands.testing.namespaces import Host, Network, why_not
-from manyhands.values.run_request import Where
+from manyhands.values.run_options import Where
 from tests.soak.one_host import Round, choose
 from tests.support.cluster import Running, Warm, workers_of
 

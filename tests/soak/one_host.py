@@ -34,8 +34,8 @@ from manyhands.launch.engines.launcher import Launcher
 from manyhands.monitor.run_status import status
 from manyhands.stories.train import train
 from manyhands.values.errors import RequestError
-from manyhands.values.run_request import Where
-from manyhands.values.rundir import RunDir
+from manyhands.values.run_folder import RunDir
+from manyhands.values.run_options import Where
 from manyhands.values.task import Task
 
 MOST_DISTURBANCES = 30
@@ -221,7 +221,7 @@ class Disturber(threading.Thread):
 def _is_worker(pid: int) -> bool:
     """Only what we started is harmed: a number may have been given to somebody else since."""
     try:
-        return b"manyhands.launch.engines.agent" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"manyhands.launch.engines.fork_agent" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
 

@@ -27,9 +27,9 @@ from manyhands.stories.doctor.checks import (
 from manyhands.stories.doctor.questions import Asked, HostFacts, Look, decode_answered, encode
 from manyhands.testing.namespaces import Host, Network
 from manyhands.values.credentials import new_secret, write_token
+from manyhands.values.machine import torch_version
 from manyhands.values.version import VERSION
 from manyhands.values.worker_status import Link
-from manyhands.values.world import torch_version
 from tests.support.cluster import MANYHANDS
 
 PATIENCE_S = 100

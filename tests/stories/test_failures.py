@@ -9,8 +9,8 @@ import torch
 
 import manyhands as mh
 from manyhands.launch.engines.launcher import Launcher
-from manyhands.values.faults import FaultPlan
-from manyhands.values.rundir import RunDir
+from manyhands.values.planned_faults import FaultPlan
+from manyhands.values.run_folder import RunDir
 from tests.support.tasks import ConvNet, classify, images, make
 
 SETTINGS = ["train.batch=32", "train.micro_batch=4", "train.steps=8", "checkpoint.every_steps=2"]

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 import manyhands as mh
-from manyhands.accounting.micro_batches import steps_per_epoch
+from manyhands.accounting.deal_micro_batches import steps_per_epoch
 from manyhands.data.ordering.epoch_order import order
 from manyhands.launch.engines.launcher import Launcher
 from manyhands.training.compute.seeds import seed_everything

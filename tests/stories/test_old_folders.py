@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import manyhands as mh
-from manyhands import cli
+from manyhands.cli import exit_codes
 from manyhands.data.open_data import open_data
 from manyhands.data.reading.records import Records
 from manyhands.launch.engines.launcher import Launcher
@@ -63,7 +63,7 @@ def manyhands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
     def call(*arguments: object) -> str:
         monkeypatch.setattr(sys, "argv", ["manyhands", *map(str, arguments)])
         try:
-            cli.main()
+            exit_codes.main()
         except SystemExit as error:
             assert error.code in (None, 0), capsys.readouterr().err
         return capsys.readouterr().out

@@ -16,13 +16,13 @@ import pytest
 import manyhands as mh
 from manyhands.accounting import ledger
 from manyhands.accounting.proof import check
-from manyhands.launch.engines.agent import WorkerExit
+from manyhands.launch.engines.fork_agent import WorkerExit
 from manyhands.launch.engines.launcher import Launcher
-from manyhands.launch.engines.local import Local
-from manyhands.launch.engines.segments import create_segments
+from manyhands.launch.engines.local_processes import Local
+from manyhands.launch.engines.memory_segments import create_segments
 from manyhands.values import events
-from manyhands.values.faults import FaultPlan
-from manyhands.values.rundir import RunDir
+from manyhands.values.planned_faults import FaultPlan
+from manyhands.values.run_folder import RunDir
 from tests.support.tasks import make
 
 SETTINGS = ["train.batch=32", "train.micro_batch=4", "train.steps=10", "recovery.silent_s=1"]
@@ -301,7 +301,7 @@ def test_losses_without_progress_end_the_run(go: Go) -> None:
 def test_the_agent_itself_is_killed(tmp_path: Path, calm: Callable[..., str]) -> None:
     """Its workers die with it, the driver holds the memory, and another agent takes over."""
     from manyhands.launch.choose_engine import open_engine
-    from manyhands.values.run_request import Where
+    from manyhands.values.run_options import Where
 
     local = open_engine(Where())
     killed: list[int] = []

@@ -10,8 +10,8 @@ from torch.optim import lr_scheduler as lr
 import manyhands as mh
 from manyhands.launch.engines.launcher import Launcher
 from manyhands.values.errors import ConfigError, RunDirError
-from manyhands.values.faults import FaultPlan
-from manyhands.values.rundir import RunDir, locked
+from manyhands.values.planned_faults import FaultPlan
+from manyhands.values.run_folder import RunDir, locked
 from tests.support.tasks import ConvNet, classify, images, make
 
 BASE = ["train.batch=24", "train.micro_batch=4"]

@@ -24,13 +24,13 @@ from manyhands.accounting.ledger import read
 from manyhands.accounting.proof import check
 from manyhands.driver.live.command_socket import StopRun, ask
 from manyhands.launch.engines.launcher import WORKER
-from manyhands.launch.engines.local import AGENT
-from manyhands.launch.engines.segments import create_segments
+from manyhands.launch.engines.local_processes import AGENT
+from manyhands.launch.engines.memory_segments import create_segments
 from manyhands.launch.hosts import joined_hosts, many_hosts
 from manyhands.testing.namespaces import Host, Network
 from manyhands.values.credentials import new_secret, write_token
 from manyhands.values.errors import Interrupted, RequestError
-from manyhands.values.rundir import RunDir
+from manyhands.values.run_folder import RunDir
 from manyhands.values.task import Task
 from tests.support.tasks import make
 

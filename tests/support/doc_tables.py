@@ -9,8 +9,8 @@ from typing import Any
 import manyhands as mh
 from manyhands.stories.prepare import PrepareCall
 from manyhands.stories.train import ResumeCall, TrainCall
-from manyhands.values.options import command_option, help_texts
-from manyhands.values.run_request import DoctorRequest, EvaluateRequest
+from manyhands.values.option_fields import command_option, help_texts
+from manyhands.values.run_options import DoctorRequest, EvaluateRequest
 
 PAGE = Path(mh.__file__).parent.parent / "docs" / "options.md"
 

@@ -17,13 +17,13 @@ from pathlib import Path
 import cloudpickle
 import torch
 
-from manyhands.launch.engines.agent import WorkerExit
-from manyhands.launch.engines.local import Local
-from manyhands.launch.engines.segments import create_segments
+from manyhands.launch.engines.fork_agent import WorkerExit
+from manyhands.launch.engines.local_processes import Local
+from manyhands.launch.engines.memory_segments import create_segments
 from manyhands.testing.contracts import orders
 from manyhands.training.collective.mpi import Mpi, finish, load_mpi
 from manyhands.training.state.layout import Lanes
-from manyhands.values.rundir import write_whole
+from manyhands.values.run_folder import write_whole
 from manyhands.values.world import World
 
 IDLE_S = 60

@@ -17,7 +17,7 @@ from manyhands.driver.supervise.decisions import (
 )
 from manyhands.driver.supervise.membership import decide, redealt
 from manyhands.driver.supervise.worker_states import Phase, Situation, WorkerState
-from manyhands.launch.engines.agent import WorkerExit
+from manyhands.launch.engines.fork_agent import WorkerExit
 from manyhands.values.messages import Left, Member, Trouble, View
 
 Place = Callable[[int], WorkerState]

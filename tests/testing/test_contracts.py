@@ -17,11 +17,11 @@ import pytest
 import torch
 
 from manyhands.checkpoint.commit import FolderStorage
-from manyhands.launch.engines.agent import WorkerExit
-from manyhands.launch.engines.inline import Inline
+from manyhands.launch.engines.fork_agent import WorkerExit
+from manyhands.launch.engines.inline_thread import Inline
 from manyhands.launch.engines.launcher import Launcher
-from manyhands.launch.engines.local import Local
-from manyhands.launch.engines.segments import create_segments
+from manyhands.launch.engines.local_processes import Local
+from manyhands.launch.engines.memory_segments import create_segments
 from manyhands.testing.contracts import (
     F32,
     CollectiveContract,
@@ -34,7 +34,7 @@ from manyhands.training.collective.shared_memory import SharedMemory, SharedRoom
 from manyhands.training.collective.torch_group import DeviceSlots, TorchGroup
 from manyhands.training.state.memory import Memory
 from manyhands.values.errors import Broken
-from manyhands.values.rundir import RunDir, write_whole
+from manyhands.values.run_folder import RunDir, write_whole
 from manyhands.values.world import World
 
 SIZES = Sizes(lanes={F32: 8}, slots=3, message_bytes=64)

@@ -8,7 +8,7 @@ import manyhands as mh
 from manyhands.planning.planner import plan
 from manyhands.values.config import SECTIONS, RunConfig, from_dict, from_toml, to_toml
 from manyhands.values.errors import ConfigError
-from manyhands.values.world import Machine
+from manyhands.values.machine import Machine
 
 HERE = Machine("here", 4, 1 << 34)
 

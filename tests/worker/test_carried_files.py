@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from manyhands.checkpoint.commit import FileRecord, FolderStorage, StepManifest
-from manyhands.driver.file_server import FileServer
+from manyhands.driver.run_file_server import FileServer
 from manyhands.values.messages import FILE_PIECE_BYTES as PIECE_BYTES
 from manyhands.values.messages import Answer, ReadFile, StoreFile
-from manyhands.values.rundir import RunDir
+from manyhands.values.run_folder import RunDir
 from manyhands.worker.carried_files import CarriedStorage, fetch_step
 
 

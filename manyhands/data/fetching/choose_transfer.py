@@ -14,10 +14,10 @@ from manyhands.data.fetching.shard_cache import Cache
 from manyhands.data.fetching.transfer import Direct, FailureReport, Peer, Replicate, Transfer
 from manyhands.data.shards.manifest import ShardInfo
 from manyhands.data.shards.prepared_url import FolderOrUrl, RemoteFolder
+from manyhands.values.byte_sizes import parse_bytes
 from manyhands.values.config import DataConfig
+from manyhands.values.environment import user_cache
 from manyhands.values.errors import ConfigError, DataError
-from manyhands.values.sizes import parse_bytes
-from manyhands.values.world import user_cache
 
 _WAYS: dict[str, Callable[[str, Cache, FailureReport], Transfer]] = {
     "auto": Direct,

@@ -26,8 +26,8 @@ from manyhands.data.fetching.shard_cache import Cache, key_of
 from manyhands.data.fetching.transfer import BytesProgress, Direct, Peer, Replicate
 from manyhands.data.fetching.wanted_shards import WantedShards
 from manyhands.data.shards.manifest import ShardInfo
+from manyhands.values.byte_sizes import megabytes
 from manyhands.values.errors import ConfigError
-from manyhands.values.sizes import megabytes
 
 SHOW_AFTER_S = 2.0
 """What takes no longer is not worth a bar."""

@@ -31,8 +31,8 @@ import xxhash
 
 from manyhands.data.shards.damaged_blocks import check_blocks
 from manyhands.data.shards.manifest import ShardInfo
+from manyhands.values.byte_sizes import parse_bytes
 from manyhands.values.errors import DataError
-from manyhands.values.sizes import parse_bytes
 
 PATIENCE_S = 30.0
 """How long a fetch waits for others to let go of files when everything in the cache is in use."""

@@ -62,8 +62,8 @@ from manyhands.data.mapreduce.results_folder import (
     write_lines,
 )
 from manyhands.data.mapreduce.resumable_tasks import Crew, DataTask, Submits, digest_of
+from manyhands.values.byte_sizes import parse_bytes
 from manyhands.values.errors import DataError, DataTaskFailed, ManyhandsError
-from manyhands.values.sizes import parse_bytes
 from manyhands.values.task import user_traceback
 
 if TYPE_CHECKING:

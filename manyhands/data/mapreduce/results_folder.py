@@ -13,7 +13,7 @@ import xxhash
 
 from manyhands.data.mapreduce.external_sort import SortedRun
 from manyhands.values.errors import DataDamaged, DataError
-from manyhands.values.rundir import write_whole
+from manyhands.values.run_folder import write_whole
 
 NAME = "results.json"
 WORK = ".work"

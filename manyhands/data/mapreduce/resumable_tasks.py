@@ -27,9 +27,9 @@ import msgspec
 
 from manyhands.data.mapreduce.process_pool import Pool
 from manyhands.values.errors import DataError, DataTaskFailed, ManyhandsError
-from manyhands.values.rundir import write_whole
+from manyhands.values.machine import usable_cores
+from manyhands.values.run_folder import write_whole
 from manyhands.values.task import user_traceback
-from manyhands.values.world import usable_cores
 
 T = TypeVar("T")
 

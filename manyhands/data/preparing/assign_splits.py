@@ -31,7 +31,7 @@ from manyhands.data.splitting.leakage import LeakageReport, shared
 from manyhands.data.splitting.linked_records import KeyLinks, linked, linking
 from manyhands.data.splitting.split_rule import NOWHERE, SplitRule, assign, instants, keys
 from manyhands.data.statistics.exact_quantiles import Quantile
-from manyhands.values.rundir import write_whole
+from manyhands.values.run_folder import write_whole
 
 MOST_LABELS = 1000
 """With more different labels than this, they are numbers and are not counted."""

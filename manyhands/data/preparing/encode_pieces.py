@@ -33,7 +33,7 @@ from manyhands.data.preparing.recipe import SUFFIX, WEIGHT, Recipe
 from manyhands.data.shards.manifest import ShardInfo
 from manyhands.data.shards.shard_formats import write_arrow, write_parquet, write_tfrecord
 from manyhands.data.sources.staging import read_piece
-from manyhands.values.rundir import write_whole
+from manyhands.values.run_folder import write_whole
 
 _COPY_BITS, MOST_COPIES = 55, 127
 """Copies of a record are told apart above its id."""

@@ -39,10 +39,10 @@ from manyhands.data.sources.formats.python_iterable import Spooled
 from manyhands.data.sources.open_sources import Options, open_sources
 from manyhands.data.sources.staging import read_bad, too_many
 from manyhands.data.splitting.split_rule import folds, parse_split
+from manyhands.values.byte_sizes import parse_bytes
 from manyhands.values.errors import DataError
-from manyhands.values.prepare_request import PrepareRequest, Reading
-from manyhands.values.rundir import write_whole
-from manyhands.values.sizes import parse_bytes
+from manyhands.values.prepare_options import PrepareRequest, Reading
+from manyhands.values.run_folder import write_whole
 from manyhands.values.version import VERSION
 
 SKIPPED = "skipped.jsonl"

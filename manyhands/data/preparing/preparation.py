@@ -8,7 +8,7 @@ from pathlib import Path
 from manyhands.data.mapreduce.resumable_tasks import Crew
 from manyhands.data.preparing.recipe import Recipe
 from manyhands.data.preparing.work_folder import WORK
-from manyhands.values.wrapping import wrapped
+from manyhands.values.wrap_text import wrapped
 
 _MEMORY_PARTS = 16
 """A chunk of raw data is at most this part of a worker's memory: parsing takes several times it."""

@@ -14,9 +14,9 @@ from typing import Literal, get_args
 import msgspec
 
 from manyhands.data.columns.schema import MANIFEST, ROLES, Role, type_of
+from manyhands.values.byte_sizes import parse_bytes
 from manyhands.values.errors import DataError
-from manyhands.values.prepare_request import Pairs, PrepareRequest
-from manyhands.values.sizes import parse_bytes
+from manyhands.values.prepare_options import Pairs, PrepareRequest
 
 ShardFormat = Literal["arrow", "parquet", "tfrecord"]
 Balance = Literal["", "weight", "under", "over"]

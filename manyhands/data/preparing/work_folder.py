@@ -15,7 +15,7 @@ from pathlib import Path
 from manyhands.data.mapreduce.resumable_tasks import is_full
 from manyhands.data.preparing.recipe import refuse_finished
 from manyhands.values.errors import DataError, DataTaskFailed
-from manyhands.values.rundir import write_whole
+from manyhands.values.run_folder import write_whole
 
 WORK = ".work"
 _LOCK, _REFUSED = ".lock", "refused"

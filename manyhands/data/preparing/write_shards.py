@@ -42,7 +42,7 @@ from manyhands.data.preparing.recipe import WEIGHT
 from manyhands.data.shards.manifest import VERSION, Manifest, SplitInfo, read_manifest
 from manyhands.data.sources.staging import read_piece
 from manyhands.values.errors import DataError
-from manyhands.values.rundir import write_whole
+from manyhands.values.run_folder import write_whole
 
 _SAMPLE_ROWS = 1000
 _LEAST_BUCKET = 4

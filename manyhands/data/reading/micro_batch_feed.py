@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from manyhands.accounting.micro_batches import Cut, MicroBatch, cut
+from manyhands.accounting.deal_micro_batches import Cut, MicroBatch, cut
 from manyhands.data.columns.array_types import Positions
 from manyhands.data.ordering.epoch_order import Order, RecordVisit
 from manyhands.data.reading.records import Records

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
-from manyhands.accounting.micro_batches import Batch
+from manyhands.accounting.deal_micro_batches import Batch
 from manyhands.data.columns.array_types import Positions
 from manyhands.data.ordering.epoch_order import FIRST, Order, RecordVisit, order
 from manyhands.values.errors import TaskError

@@ -11,7 +11,7 @@ from manyhands.data.columns.schema import MANIFEST, Schema
 from manyhands.data.shards.prepared_url import FolderOrUrl
 from manyhands.data.sources.access.url_secrets import is_url, shown
 from manyhands.values.errors import DataError
-from manyhands.values.rundir import write_whole
+from manyhands.values.run_folder import write_whole
 
 VERSION = 1
 

@@ -21,7 +21,7 @@ from manyhands.data.shards.damaged_blocks import checksums_of_file
 from manyhands.data.shards.manifest import ShardInfo
 from manyhands.data.tfrecord import framing, parse_examples, write_examples
 from manyhands.values.errors import DataDamaged, DataError
-from manyhands.values.rundir import sync_folder
+from manyhands.values.run_folder import sync_folder
 
 ShardCompression = Literal["lz4", "zstd"]
 

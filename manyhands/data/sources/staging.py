@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 from manyhands.data.columns.schema import ID, RECORD_BITS, name_of, plain, type_of, unify
 from manyhands.data.sources.cutting.source import Bad, Chunk, Source
 from manyhands.values.errors import DataError
-from manyhands.values.rundir import write_whole
+from manyhands.values.run_folder import write_whole
 
 SHOWN = 5
 """Bad records that a message lists."""

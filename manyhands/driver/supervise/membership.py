@@ -29,7 +29,7 @@ from collections import Counter
 from collections.abc import Iterable
 from itertools import combinations
 
-from manyhands.accounting.micro_batches import deal
+from manyhands.accounting.deal_micro_batches import deal
 from manyhands.driver.supervise.death_causes import (
     GRACE_S,
     cause_of_loss,

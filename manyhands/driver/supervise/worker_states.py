@@ -7,7 +7,7 @@ Times are in seconds until now, as the supervisor's clocks (liveness.py) last wr
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from manyhands.launch.engines.agent import WorkerExit
+from manyhands.launch.engines.fork_agent import WorkerExit
 from manyhands.values.messages import Left, Settings, Trouble, View
 from manyhands.values.verdict import Cause
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from manyhands.launch.engines.agent import WorkerExit, WorkerStarted
-from manyhands.values.world import Machine, machine
+from manyhands.launch.engines.fork_agent import WorkerExit, WorkerStarted
+from manyhands.values.machine import Machine, machine
 
 WORKER = "manyhands.worker.lifecycle:main"
 """A worker's main, by name: a stage imports no worker."""

@@ -25,10 +25,10 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from manyhands.launch.engines.agent import KillWorker, StartWorker, WorkerExit
+from manyhands.launch.engines.fork_agent import KillWorker, StartWorker, WorkerExit
 from manyhands.launch.engines.launcher import WORKER, HostNews, LauncherWarning
-from manyhands.launch.engines.local import Local
-from manyhands.launch.engines.segments import create_segments
+from manyhands.launch.engines.local_processes import Local
+from manyhands.launch.engines.memory_segments import create_segments
 from manyhands.launch.hosts.join_protocol import (
     IDLE_S,
     PIECE_BYTES,
@@ -56,9 +56,9 @@ from manyhands.launch.hosts.probe_process import Probe
 from manyhands.launch.shipping.ship_files import Unpacking
 from manyhands.values.credentials import Credentials
 from manyhands.values.errors import RequestError
-from manyhands.values.scratch import Scratch, sweep
+from manyhands.values.machine import machine, torch_version
+from manyhands.values.scratch_folder import Scratch, sweep
 from manyhands.values.version import VERSION
-from manyhands.values.world import machine, torch_version
 
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH
 _HUNG_UP = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL

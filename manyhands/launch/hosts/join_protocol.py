@@ -16,7 +16,7 @@ from typing import Annotated
 
 import msgspec
 
-from manyhands.launch.engines.agent import KillWorker, StartWorker, WorkerExit, WorkerStarted
+from manyhands.launch.engines.fork_agent import KillWorker, StartWorker, WorkerExit, WorkerStarted
 
 PING_S = 0.25
 IDLE_S = 10.0

@@ -19,7 +19,7 @@ import msgspec
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-from manyhands.launch.engines.agent import WorkerExit, WorkerStarted
+from manyhands.launch.engines.fork_agent import WorkerExit, WorkerStarted
 from manyhands.launch.hosts.join_protocol import (
     IDLE_S,
     PIECE_BYTES,
@@ -40,7 +40,7 @@ from manyhands.launch.hosts.join_protocol import (
     decode_from_host,
     encode,
 )
-from manyhands.launch.wire.channel import OnlyThisKey
+from manyhands.launch.wire.control_channel import OnlyThisKey
 from manyhands.launch.wire.refusals import Refusals
 from manyhands.values.credentials import Credentials
 

@@ -22,8 +22,8 @@ from manyhands.launch.hosts.join_server import JoinedHost, JoinServer
 from manyhands.launch.shipping.ship_files import pack_files
 from manyhands.values.credentials import write_token
 from manyhands.values.errors import RequestError
+from manyhands.values.machine import Machine, machine, torch_version
 from manyhands.values.version import VERSION
-from manyhands.values.world import Machine, machine, torch_version
 
 REST_S, MOST_REST_S = 10.0, 300.0
 """How long a host that others could not reach stays away, the first time and at the most."""

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from manyhands.launch.engines.agent import KillWorker, StartWorker, WorkerExit, WorkerStarted
+from manyhands.launch.engines.fork_agent import KillWorker, StartWorker, WorkerExit, WorkerStarted
 from manyhands.launch.engines.launcher import (
     HostNews,
     LauncherEvent,
@@ -16,8 +16,8 @@ from manyhands.launch.engines.launcher import (
     LauncherWarning,
     WorkerPlace,
 )
-from manyhands.launch.engines.local import Local
-from manyhands.launch.engines.segments import blank
+from manyhands.launch.engines.local_processes import Local
+from manyhands.launch.engines.memory_segments import blank
 from manyhands.launch.hosts.join_protocol import Logged, ProbeAnswer
 from manyhands.launch.hosts.join_server import HostCame, HostGone, HostReady, HostSaid
 from manyhands.launch.hosts.joined_hosts import JoinedHosts, Listening

@@ -8,14 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from manyhands.launch.engines.launcher import WORKER
-from manyhands.launch.engines.segments import create_segments
+from manyhands.launch.engines.memory_segments import create_segments
 from manyhands.launch.hosts.host_daemon import address_towards
 from manyhands.launch.hosts.joined_hosts import Listening
 from manyhands.launch.hosts.many_hosts import ManyHosts
 from manyhands.launch.hosts.ssh import SshHost, bare_name
 from manyhands.values.credentials import new_secret, read_token, write_token
 from manyhands.values.errors import RequestError
-from manyhands.values.run_request import SSH, HostAccess, Where
+from manyhands.values.run_options import SSH, HostAccess, Where
 
 HERE = ("here", "localhost", "127.0.0.1")
 JOIN_S = 60.0

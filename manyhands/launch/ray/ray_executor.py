@@ -21,8 +21,8 @@ import cloudpickle
 
 from manyhands.launch.ray.ray_resources import Resources, actor_options, parse_resources, times
 from manyhands.launch.ray.ray_session import Session, address_of
+from manyhands.values.environment import search_path
 from manyhands.values.errors import RequestError
-from manyhands.values.world import search_path
 
 T = TypeVar("T")
 

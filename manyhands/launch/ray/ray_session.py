@@ -23,9 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.launch.hosts.host_daemon import address_towards
+from manyhands.values.environment import switched_on, variables
 from manyhands.values.errors import RequestError
-from manyhands.values.scratch import Scratch, sweep
-from manyhands.values.world import switched_on, usable_cores, variables
+from manyhands.values.machine import usable_cores
+from manyhands.values.scratch_folder import Scratch, sweep
 
 GONE_S = 10.0
 SILENT = {

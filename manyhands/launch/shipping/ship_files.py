@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from manyhands.values.errors import RequestError
-from manyhands.values.scratch import Scratch
+from manyhands.values.scratch_folder import Scratch
 
 MOST_BYTES = 1 << 30
 

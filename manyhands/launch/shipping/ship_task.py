@@ -25,10 +25,10 @@ import msgspec
 import torch
 from torch import Tensor
 
+from manyhands.values.environment import search_path
 from manyhands.values.errors import TaskError
-from manyhands.values.orders import Parcel, TorchSettings
 from manyhands.values.task import Loaded, Task, load_task
-from manyhands.values.world import search_path
+from manyhands.values.worker_orders import Parcel, TorchSettings
 
 LARGE_BYTES = 1 << 14
 ALIGN = 64

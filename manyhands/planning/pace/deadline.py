@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from manyhands.values.errors import RequestError
-from manyhands.values.run_request import FinishBy
+from manyhands.values.run_options import FinishBy
 
 MARGIN = 0.05
 """Of the time that is left: for evaluating, saving, and what happens."""

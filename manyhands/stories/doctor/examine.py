@@ -29,7 +29,7 @@ from manyhands.stories.doctor import checks, questions
 from manyhands.stories.doctor.checks import Check, Diagnosis
 from manyhands.values.credentials import new_secret
 from manyhands.values.errors import RequestError
-from manyhands.values.run_request import SSH, DoctorRequest
+from manyhands.values.run_options import SSH, DoctorRequest
 from manyhands.values.worker_status import Link
 from manyhands.values.world import World, opponents
 

@@ -33,8 +33,9 @@ from manyhands.stories.doctor.questions import (
 from manyhands.training.collective.handshake import PeerListener
 from manyhands.training.collective.sockets import Sockets
 from manyhands.values.errors import Broken
+from manyhands.values.machine import machine, torch_version
 from manyhands.values.version import VERSION
-from manyhands.values.world import World, machine, torch_version
+from manyhands.values.world import World
 
 DIAL_S = 3.0
 MEET_S = 10.0

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from manyhands.accounting.micro_batches import MicroBatch
+from manyhands.accounting.deal_micro_batches import MicroBatch
 from manyhands.training.compute.seeds import seed_everything
 from manyhands.values.errors import TaskError
 

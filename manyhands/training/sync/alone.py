@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from manyhands.accounting.micro_batches import Cut, MicroBatch, Node
+from manyhands.accounting.deal_micro_batches import Cut, MicroBatch, Node
 from manyhands.training.compute.micro_batch_gradient import Leaf, LossFn, compute
 from manyhands.training.state.layout import BLOCK, share_out, units
 from manyhands.training.state.memory import Memory

@@ -12,7 +12,7 @@ those subtrees performs exactly the additions of the tree, no more and no fewer.
 from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
 
-from manyhands.accounting.micro_batches import Node, root
+from manyhands.accounting.deal_micro_batches import Node, root
 
 T = TypeVar("T")
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from manyhands.accounting.micro_batches import Cut, MicroBatch
+from manyhands.accounting.deal_micro_batches import Cut, MicroBatch
 from manyhands.training.compute.micro_batch_gradient import LossFn
 from manyhands.training.state.replica import StepFacts
 from manyhands.training.state.sharded_optimizer import OptimizerEntry

@@ -33,8 +33,8 @@ from manyhands.data.shards.shard_formats import read_table
 from manyhands.launch.engines.launcher import Launcher
 from manyhands.values.credentials import Credentials
 from manyhands.values.errors import DataDamaged, DataError, DataTaskFailed
-from manyhands.values.faults import FaultPlan
-from manyhands.values.wrapping import WIDTH, wrapped
+from manyhands.values.planned_faults import FaultPlan
+from manyhands.values.wrap_text import WIDTH, wrapped
 
 CLASSES = ("low", "middle", "high")
 
@@ -597,7 +597,7 @@ def test_damage_is_found_and_named(tmp_path: Path, how: str, launcher: Launcher)
 def test_the_command_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from manyhands.cli import main
+    from manyhands.cli.exit_codes import main
 
     source = people(tmp_path / "people.csv", 300)
 
@@ -639,7 +639,7 @@ def test_work_that_crashed_is_a_run_that_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Exit code 1 with the message; and what was asked for binds nobody."""
-    from manyhands.cli import main
+    from manyhands.cli.exit_codes import main
     from manyhands.data.preparing import encode_pieces
 
     source, to = people(tmp_path / "people.csv", 60), tmp_path / "out"

@@ -32,7 +32,7 @@ from manyhands.monitor.run_status import status
 from manyhands.stories.replay import replay
 from manyhands.values import events
 from manyhands.values.errors import RequestError
-from manyhands.values.rundir import RunDir
+from manyhands.values.run_folder import RunDir
 from tests.support.tasks import make
 
 SETTINGS = ["train.batch=32", "train.micro_batch=4", "checkpoint.every_steps=10"]

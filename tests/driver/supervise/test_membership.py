@@ -10,7 +10,7 @@ from manyhands.driver.supervise.death_causes import GRACE_S
 from manyhands.driver.supervise.decisions import BreakView, GiveUp, HaltView, IssueView
 from manyhands.driver.supervise.membership import UNEVEN, decide, patience_s, redealt, suspicious
 from manyhands.driver.supervise.worker_states import Situation, WorkerState
-from manyhands.launch.engines.agent import WorkerExit
+from manyhands.launch.engines.fork_agent import WorkerExit
 from manyhands.values.messages import View
 from manyhands.values.verdict import Cause
 from tests.support.situations import (

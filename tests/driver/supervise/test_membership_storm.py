@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from manyhands.driver.supervise.decisions import Decision, Finish, GiveUp, HaltView, IssueView, Wait
 from manyhands.driver.supervise.membership import MOST_FAILED_STARTS, decide
 from manyhands.driver.supervise.worker_states import Situation, WorkerState
-from manyhands.launch.engines.agent import WorkerExit
+from manyhands.launch.engines.fork_agent import WorkerExit
 from manyhands.values.messages import Left, View
 from tests.support.situations import MOST_DECISIONS, apply, said, trouble
 

@@ -20,14 +20,14 @@ import manyhands as mh
 from manyhands.data.mapreduce.resumable_tasks import Crew, DataTask
 from manyhands.launch.choose_engine import open_engine
 from manyhands.launch.engines.launcher import Launcher
-from manyhands.launch.ray import ray_hosts
+from manyhands.launch.ray import ray_placement_groups
 from manyhands.launch.ray.ray_executor import RayExecutor
 from manyhands.launch.ray.ray_resources import actor_options, missing, parse_resources, times
 from manyhands.launch.ray.ray_session import Session, _why_not_reached, address_of, ray_processes
 from manyhands.testing.namespaces import Network, why_not
 from manyhands.values.errors import DataError, DataTaskFailed, RequestError
-from manyhands.values.faults import FaultPlan
-from manyhands.values.run_request import Where
+from manyhands.values.planned_faults import FaultPlan
+from manyhands.values.run_options import Where
 from tests.data.mapreduce.test_map_reduce import Square, dies, fails, square
 from tests.support.ray_nodes import Nodes, Run, process_name, until
 
@@ -201,7 +201,7 @@ def test_a_killed_daemon_is_given_up_at_once_and_replaced(
 def test_idle_room_is_given_back_and_asked_for_again(
     session: Session, calm: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(ray_hosts, "IDLE_S", 0.5)
+    monkeypatch.setattr(ray_placement_groups, "IDLE_S", 0.5)
     every = session.ray.cluster_resources()["CPU"]  # what is free may not be all of it yet
     hands = open_engine(Where(engine="ray", worker_resources=CPU))
     try:
@@ -219,7 +219,7 @@ def test_idle_room_is_given_back_and_asked_for_again(
 def test_more_than_there_is_is_refused_in_words(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(ray_hosts, "PLACE_S", 0.5)
+    monkeypatch.setattr(ray_placement_groups, "PLACE_S", 0.5)
     words = r"8 workers ask for 8000 CPU, the cluster has [\d.]+, of which [\d.]+ are free"
     with pytest.raises(RequestError, match=words):
         train(tmp_path / "run", engine="ray", workers=8, worker_resources="CPU=1000")

@@ -19,7 +19,7 @@ from manyhands.launch.shipping import ship_files
 from manyhands.testing.namespaces import why_not
 from manyhands.values.credentials import write_token
 from manyhands.values.errors import RequestError
-from manyhands.values.run_request import Where
+from manyhands.values.run_options import Where
 
 SIBLING = "import torch\ndef loss(m, b):\n    return ((m(b['x'])[:, 0] - b['y']) ** 2).mean()\n"
 TASK = """

@@ -22,16 +22,16 @@ import manyhands as mh
 from manyhands.driver import drive as run_module
 from manyhands.driver.live.command_socket import Examine, ask
 from manyhands.driver.supervisor import Supervisor
-from manyhands.launch.engines.agent import WorkerExit, WorkerStarted
+from manyhands.launch.engines.fork_agent import WorkerExit, WorkerStarted
 from manyhands.launch.engines.launcher import Launcher
 from manyhands.launch.hosts import join_protocol
 from manyhands.launch.hosts.requested_hosts import open_hosts
-from manyhands.launch.wire.channel import Keys, OnlyThisKey, SupervisorChannel
+from manyhands.launch.wire.control_channel import Keys, OnlyThisKey, SupervisorChannel
 from manyhands.launch.wire.refusals import RefusalCounts, Refusals, said
 from manyhands.values.credentials import Credentials, new_secret, read_token
 from manyhands.values.messages import Beat, FromWorker, Hello, Leaving, Left, RoundPart, encode
-from manyhands.values.run_request import Where
-from manyhands.values.rundir import RunDir
+from manyhands.values.run_folder import RunDir
+from manyhands.values.run_options import Where
 from tests.support.cluster import MANYHANDS
 
 PATIENCE_S = 60.0

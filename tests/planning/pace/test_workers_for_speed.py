@@ -26,7 +26,7 @@ from manyhands.planning.pace.deadline import Aim, read_aim, read_finish_by, show
 from manyhands.planning.pace.workers_for_speed import MEMORY_S, NEARLY, MeasuredSpeed, workers_for
 from manyhands.values import events
 from manyhands.values.errors import RequestError
-from manyhands.values.rundir import RunDir
+from manyhands.values.run_folder import RunDir
 from tests.support.situations import IN, STARTING, now, view
 from tests.support.tasks import classify, make
 
@@ -231,7 +231,7 @@ def test_words_about_time() -> None:
 
 @given(st.integers(1, 300), st.integers(1, 50), st.integers(0, 40))
 def test_records_are_counted_as_they_are_cut(records: int, batch: int, steps: int) -> None:
-    from manyhands.accounting.micro_batches import cut
+    from manyhands.accounting.deal_micro_batches import cut
 
     sizes = [sum(cut(s, records=records, batch=batch, micro_batch=1).sizes) for s in range(steps)]
     assert records_in(steps, records, batch) == sum(sizes)

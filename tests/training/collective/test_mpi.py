@@ -24,7 +24,7 @@ from manyhands.training.collective import mpi
 from manyhands.training.collective.mpi import Mpi
 from manyhands.training.state.layout import Bounds, Lanes
 from manyhands.values.errors import Broken, RequestError
-from manyhands.values.rundir import write_whole
+from manyhands.values.run_folder import write_whole
 from manyhands.values.world import World
 
 RANKS = 3

@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.accounting.micro_batches import Node, deal, subtrees
+from manyhands.accounting.deal_micro_batches import Node, deal, subtrees
 from manyhands.training.sync.canonical_sum import TreeSum, finish, most_parts
 
 Tree = int | tuple["Tree", "Tree"]

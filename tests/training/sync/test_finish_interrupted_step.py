@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from manyhands.accounting.micro_batches import Cut
+from manyhands.accounting.deal_micro_batches import Cut
 from manyhands.data.open_data import open_data
 from manyhands.data.reading.micro_batch_feed import MicroBatchFeed
 from manyhands.training.collective.collective import Sizes

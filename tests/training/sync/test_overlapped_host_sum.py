@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from manyhands.accounting.micro_batches import Node, subtrees
+from manyhands.accounting.deal_micro_batches import Node, subtrees
 from manyhands.training.state.layout import Lanes, Layout, lay_out, parameters_of
 from manyhands.training.sync.allreduce import overlapped_host_sum
 from manyhands.training.sync.allreduce.local_sum import LocalSum

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from manyhands.accounting.micro_batches import Cut, MicroBatch, deal, subtrees
+from manyhands.accounting.deal_micro_batches import Cut, MicroBatch, deal, subtrees
 from manyhands.training.collective.collective import FACTS, NORMS, OUTCOMES, Bytes, Sizes
 from manyhands.training.collective.two_level import TwoLevel
 from manyhands.training.compute.micro_batch_gradient import Leaf, LossFn, compute, digest
@@ -36,13 +36,13 @@ from manyhands.training.state.optimizer_kinds import NOTHING_KEPT, how_to_cut, w
 from manyhands.training.state.replica import Replica, StepFacts
 from manyhands.training.state.sharded_optimizer import ShardedOptimizer
 from manyhands.training.state.undo_log import UndoLog
-from manyhands.training.sync.allreduce.buffer_outcomes import BufferOutcomes
+from manyhands.training.sync.allreduce.apply_update import Update
 from manyhands.training.sync.allreduce.finish_interrupted_step import Regrouping
 from manyhands.training.sync.allreduce.local_sum import LocalSum
+from manyhands.training.sync.allreduce.merge_buffers import BufferOutcomes
 from manyhands.training.sync.allreduce.overlapped_host_sum import OverlappedHostSum
 from manyhands.training.sync.allreduce.partial_sums import Parts, parts_of
 from manyhands.training.sync.allreduce.step_facts import Form, StepTally
-from manyhands.training.sync.allreduce.update import Update
 from manyhands.training.sync.canonical_sum import TreeSum, most_parts
 from manyhands.training.sync.sync import Auditor, Held, Moment, Place
 from manyhands.values.config import TrainConfig

@@ -30,10 +30,10 @@ from manyhands.training.state.param_groups import groups_to_json, restore, sched
 from manyhands.training.state.replica import Replica
 from manyhands.training.state.sharded_optimizer import ShardedOptimizer
 from manyhands.training.state.undo_log import UndoLog
-from manyhands.training.sync.allreduce.buffer_outcomes import BufferOutcomes
+from manyhands.training.sync.allreduce.apply_update import Update
+from manyhands.training.sync.allreduce.merge_buffers import BufferOutcomes
 from manyhands.training.sync.allreduce.partial_sums import parts_of
 from manyhands.training.sync.allreduce.step_facts import Form, StepTally
-from manyhands.training.sync.allreduce.update import Update
 from manyhands.training.sync.sync import Place
 from manyhands.values.errors import Broken
 

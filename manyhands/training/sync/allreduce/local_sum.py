@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manyhands.accounting.micro_batches import Node
+from manyhands.accounting.deal_micro_batches import Node
 from manyhands.training.state.layout import Lanes, TensorPlace
 from manyhands.training.sync.canonical_sum import TreeSum
 from manyhands.values.errors import TaskError

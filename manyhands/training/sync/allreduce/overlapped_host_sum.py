@@ -24,7 +24,7 @@ from functools import partial
 
 import torch
 
-from manyhands.accounting.micro_batches import Node, subtrees
+from manyhands.accounting.deal_micro_batches import Node, subtrees
 from manyhands.training.collective.collective import stretch
 from manyhands.training.collective.two_level import TwoLevel
 from manyhands.training.state.layout import Bounds, Lanes, Layout

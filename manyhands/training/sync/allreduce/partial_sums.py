@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from manyhands.accounting.micro_batches import Node, subtrees
+from manyhands.accounting.deal_micro_batches import Node, subtrees
 from manyhands.training.state.layout import Bounds, Lanes
 from manyhands.training.sync.allreduce.step_facts import StepTally
 from manyhands.training.sync.canonical_sum import finish

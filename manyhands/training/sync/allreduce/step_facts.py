@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from manyhands.accounting.micro_batches import Cut, MicroBatch
+from manyhands.accounting.deal_micro_batches import Cut, MicroBatch
 from manyhands.training.collective.collective import Bytes
 from manyhands.training.compute.micro_batch_gradient import MOST_NUMBERS, Leaf
 from manyhands.training.state.replica import StepFacts

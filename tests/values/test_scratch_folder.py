@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.values.scratch import Scratch, sweep
+from manyhands.values.scratch_folder import Scratch, sweep
 
 CODE = """
 import sys
-from manyhands.values.scratch import Scratch
+from manyhands.values.scratch_folder import Scratch
 print(Scratch("test").path, flush=True)
 sys.stdin.read()
 """

@@ -6,7 +6,8 @@ run a kernel, user code or a CUDA query itself: a child forked after that can ha
 run's memory (memfds it inherited), tells the driver when a worker ends and how, and dies with the
 driver: when the socket to it closes, it kills its workers and goes.
 
-Run as `python -m manyhands.launch.engines.agent SOCKET_FD ENTRY`; ENTRY names the worker's main.
+Run as `python -m manyhands.launch.engines.fork_agent SOCKET_FD ENTRY`, where ENTRY names the
+worker's main.
 """
 
 import ctypes

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from manyhands.launch.engines.agent import (
+from manyhands.launch.engines.fork_agent import (
     MAX_MESSAGE,
     AgentUnable,
     KillWorker,
@@ -26,11 +26,11 @@ from manyhands.launch.engines.launcher import (
     ThisHost,
     WorkerPlace,
 )
-from manyhands.launch.engines.segments import blank
+from manyhands.launch.engines.memory_segments import blank
+from manyhands.values.environment import agent_environment
 from manyhands.values.errors import RequestError
-from manyhands.values.world import agent_environment
 
-AGENT = "manyhands.launch.engines.agent"
+AGENT = "manyhands.launch.engines.fork_agent"
 
 
 class Local:

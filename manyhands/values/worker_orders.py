@@ -4,7 +4,7 @@
 import msgspec
 
 from manyhands.values.config import RunConfig
-from manyhands.values.faults import FaultPlan
+from manyhands.values.planned_faults import FaultPlan
 
 
 class Keys(msgspec.Struct, frozen=True):

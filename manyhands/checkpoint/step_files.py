@@ -19,8 +19,8 @@ from typing import Any
 
 from torch import Tensor
 
+from manyhands.checkpoint.safetensors_files import can_encode, decode
 from manyhands.checkpoint.saver import Content
-from manyhands.checkpoint.tensors import can_encode, decode
 from manyhands.values.errors import TrainError
 
 MODEL = "model.safetensors"

@@ -10,7 +10,7 @@ from pathlib import Path
 from manyhands.checkpoint.commit import FolderStorage
 from manyhands.values.errors import ManyhandsError, RequestError
 from manyhands.values.messages import FILE_PIECE_BYTES, Answer, ReadFile, StoreFile
-from manyhands.values.rundir import RunDir
+from manyhands.values.run_folder import RunDir
 
 
 class FileServer:

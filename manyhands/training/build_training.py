@@ -25,8 +25,8 @@ from manyhands.training.sync.alone import Alone
 from manyhands.training.sync.sync import Auditor, Moment, Place, Sync
 from manyhands.values.config import TrainConfig
 from manyhands.values.errors import ConfigError, TaskError
+from manyhands.values.machine import usable_cores
 from manyhands.values.task import Task
-from manyhands.values.world import usable_cores
 
 
 def choose_device(train: TrainConfig, rank: int) -> torch.device:

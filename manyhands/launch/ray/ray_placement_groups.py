@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from manyhands.launch.engines.launcher import WORKER, HostNews
-from manyhands.launch.engines.segments import create_segments
+from manyhands.launch.engines.memory_segments import create_segments
 from manyhands.launch.hosts.host_daemon import Offer, serve
 from manyhands.launch.hosts.joined_hosts import Listening
 from manyhands.launch.hosts.many_hosts import ManyHosts
@@ -30,7 +30,7 @@ from manyhands.launch.ray.ray_resources import (
 from manyhands.launch.ray.ray_session import Session, address_of
 from manyhands.values.credentials import new_secret
 from manyhands.values.errors import RequestError
-from manyhands.values.run_request import Where
+from manyhands.values.run_options import Where
 
 LOOK_S = 1.0
 PLACE_S = 60.0

@@ -3,7 +3,14 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.accounting.micro_batches import cut, cut_sizes, deal, root, steps_per_epoch, subtrees
+from manyhands.accounting.deal_micro_batches import (
+    cut,
+    cut_sizes,
+    deal,
+    root,
+    steps_per_epoch,
+    subtrees,
+)
 
 counts = st.integers(1, 300)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from manyhands.accounting.micro_batches import Cut
+from manyhands.accounting.deal_micro_batches import Cut
 from manyhands.data.reading.records import Records, sampled_digest
 from manyhands.training.compute import nondeterminism
 from manyhands.training.compute.micro_batch_gradient import LossFn, compute, digest

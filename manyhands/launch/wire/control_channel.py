@@ -37,7 +37,7 @@ from manyhands.values.messages import (
     decode_from_worker,
     encode,
 )
-from manyhands.values.orders import Keys
+from manyhands.values.worker_orders import Keys
 
 BEAT_S = 0.25
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.values.config import RunConfig
-from manyhands.values.options import argument, option
+from manyhands.values.option_fields import argument, option
 from manyhands.values.task import Task
 
 SSH = "ssh -o BatchMode=yes -o ConnectTimeout=10"

@@ -2,8 +2,8 @@
 """Options, written once: a group is a frozen dataclass whose fields have their help underneath.
 
 From a group come the parameters of the Python function that takes it (`taking`), the command line's
-options (`cli/command_options.py`) and the tables in the docs (`tests/test_docs.py` compares them).
-Groups are never constructed themselves: a request inherits those that it needs, and is final.
+options (`cli/options_from_requests.py`) and the tables in the docs (`make docs`). A request
+inherits the groups that it needs, and is final.
 
     @dataclass(frozen=True, kw_only=True)
     class Pace:

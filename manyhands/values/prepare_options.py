@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from manyhands.values.options import CommandOption, argument, option
-from manyhands.values.run_request import RayAccess
+from manyhands.values.option_fields import CommandOption, argument, option
+from manyhands.values.run_options import RayAccess
 
 Pairs = Mapping[str, str] | Sequence[str]
 """COLUMN → VALUE, or texts COLUMN=VALUE."""

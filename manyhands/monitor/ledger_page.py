@@ -9,7 +9,7 @@ from rich.table import Table
 
 from manyhands.accounting.ledger import Committed, read, surviving
 from manyhands.accounting.proof import Proof, check
-from manyhands.values.rundir import RunDir
+from manyhands.values.run_folder import RunDir
 
 MOST_ROWS = 24
 """Of a table, or of a list of problems; what is more is counted, not shown."""

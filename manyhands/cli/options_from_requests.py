@@ -8,7 +8,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from manyhands.values.options import CommandOption, command_option, help_texts
+from manyhands.values.option_fields import CommandOption, command_option, help_texts
 
 T = TypeVar("T")
 

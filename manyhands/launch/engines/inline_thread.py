@@ -9,14 +9,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from manyhands.launch.engines.agent import WorkerExit, WorkerStarted
+from manyhands.launch.engines.fork_agent import WorkerExit, WorkerStarted
 from manyhands.launch.engines.launcher import (
     LauncherEvent,
     LauncherTraits,
     ThisHost,
     WorkerPlace,
 )
-from manyhands.launch.engines.segments import blank
+from manyhands.launch.engines.memory_segments import blank
 
 
 class Inline:

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command, and how it ends.
+
+Exit codes: 0 done, 1 the run failed (verdict printed), 2 the request was wrong, 130 interrupted
+(resumable).
+"""
+
+import sys
+
+from manyhands.cli.app import app
+from manyhands.values.errors import Interrupted, ManyhandsError, RequestError, RunFailed
+
+
+def main() -> None:
+    try:
+        app(standalone_mode=True)
+    except RequestError as error:
+        _say(f"manyhands: {error}")
+        sys.exit(2)
+    except Interrupted as error:
+        _say(f"manyhands: {error}")
+        sys.exit(130)
+    except RunFailed as error:
+        _say(error.verdict)
+        sys.exit(1)
+    except ManyhandsError as error:
+        _say(f"manyhands: {error}")
+        sys.exit(1)
+    except KeyboardInterrupt:
+        _say("manyhands: interrupted")
+        sys.exit(130)
+    except OSError as error:
+        _say(f"manyhands: {error}")
+        sys.exit(1)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)
