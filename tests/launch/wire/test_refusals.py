@@ -25,10 +25,10 @@ from manyhands.launch.engines.agent import Exit, Started
 from manyhands.launch.engines.launcher import Launcher
 from manyhands.launch.hosts import join_protocol
 from manyhands.launch.hosts.requested_hosts import Wish, open_cluster
-from manyhands.launch.wire.channel import Keys, OnlyThisKey, Switchboard
+from manyhands.launch.wire.channel import Keys, Switchboard
 from manyhands.launch.wire.refusals import Counts, Strangers, said
 from manyhands.stories import train as run_module
-from manyhands.values.credentials import Credentials, new_secret, read_token
+from manyhands.values.credentials import Credentials, OnlyThisKey, new_secret, read_token
 from manyhands.values.messages import Beat, FromWorker, Hello, Leaving, Left, Part, encode
 from manyhands.values.rundir import RunDir
 from tests.support.cluster import MANYHANDS
