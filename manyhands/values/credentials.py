@@ -41,6 +41,16 @@ class Credentials(msgspec.Struct, frozen=True):
         return "Credentials(...)"
 
 
+class OnlyThisKey:
+    """The authenticator's question: may this client speak?"""
+
+    def __init__(self, public: bytes) -> None:
+        self.public = public
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return key == self.public
+
+
 def new_secret() -> bytes:
     return secrets.token_bytes(_LENGTH)
 

@@ -20,7 +20,7 @@ from msgspec import inspect as kinds
 
 import manyhands as mh
 from manyhands.accounting.ledger import AnyEntry
-from manyhands.cli import exit_codes
+from manyhands.cli import exit_codes as program
 from manyhands.data.encoding.fitted_encoders import Fitted
 from manyhands.data.shards.manifest import Manifest
 from manyhands.values import errors
@@ -158,7 +158,7 @@ def config_fields(_: Evidence) -> Lines:
 
 def commands(_: Evidence) -> Lines:
     """Every command: arguments and options, what they take, what they are when left out."""
-    app: Any = typer.main.get_command(exit_codes.app)
+    app: Any = typer.main.get_command(program.app)
     yield "manyhands"
     yield from (f"  {_option(option)}" for option in app.params)
     for name, command in sorted(app.commands.items()):
@@ -221,10 +221,10 @@ def _code(*how: Any) -> int:
     given = not how or isinstance(how[0], str)
     with (
         mock.patch("sys.argv", ["manyhands", *how] if given else ["manyhands"]),
-        mock.patch.object(exit_codes, "app", exit_codes.app if given else app),
+        mock.patch.object(program, "app", program.app if given else app),
     ):
         try:
-            exit_codes.main()
+            program.main()
         except SystemExit as end:
             return int(end.code or 0)
     return 0

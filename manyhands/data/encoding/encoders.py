@@ -17,18 +17,14 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from manyhands.data.columns.array_types import Flags
-from manyhands.data.columns.arrays import compute, is_list, nulls, whole
+from manyhands.data.columns.arrays import is_list, nulls, whole
 from manyhands.data.columns.hashing import hash_values
 from manyhands.data.columns.schema import ID, Column, Schema, type_of
-from manyhands.data.encoding.choose_encoding import choose
 from manyhands.data.encoding.column_facts import plain_numbers
 from manyhands.data.encoding.cyclical_dates import circles
 from manyhands.data.encoding.decode_images import decode_all
 from manyhands.data.encoding.fitted_encoders import (
-    KNOWN,
-    MISSING,
     NO_CLASS,
-    UNKNOWN,
     Classes,
     Dates,
     DroppedColumn,
@@ -40,28 +36,11 @@ from manyhands.data.encoding.fitted_encoders import (
     ScaledNumbers,
     Tokens,
     Vocabulary,
-    as_arrow,
-    finish,
 )
-from manyhands.data.encoding.requested_encoding import Encoding, parse_encoding
 from manyhands.data.encoding.scale_numbers import raw, scaled
 from manyhands.data.encoding.tokenize_text import byte_tokens, chars, shortened, token_lists, words
+from manyhands.data.encoding.vocabulary import KNOWN, MISSING, UNKNOWN, indices_of, places_of
 from manyhands.values.errors import DataError
-
-__all__ = [
-    "Encoders",
-    "Encoding",
-    "Fitted",
-    "apply",
-    "attempt",
-    "choose",
-    "classes_of",
-    "encoded_schema",
-    "finish",
-    "parse_encoding",
-    "refuse_clashes",
-    "sizes",
-]
 
 
 @dataclass(slots=True)
@@ -130,7 +109,7 @@ def _encode(fit: Fitted, values: pa.Array) -> _Encoded:
             return _Encoded(*raw(fit, values))
         case Vocabulary():
             values = plain_numbers(values)
-            return _Encoded(_indices(fit.values, values), nulls(values))
+            return _Encoded(indices_of(fit.values, values), nulls(values))
         case Hashed():
             values = plain_numbers(values)
             spread = hash_values(values) % np.uint64(fit.buckets - KNOWN)
@@ -150,27 +129,14 @@ def _encode(fit: Fitted, values: pa.Array) -> _Encoded:
 def classes_of(fit: Classes, values: pa.Array) -> NDArray[np.int64]:
     """The class of each label; NO_CLASS for what training never saw, and for missing ones."""
     values = _typed("label", plain_numbers(values), type_of(fit.type))
-    return _places(fit.values, values).fill_null(NO_CLASS).to_numpy()
-
-
-def _places(known: Sequence[Any], values: pa.Array) -> pa.Array:
-    """Where each value stands among the known ones; null for the others."""
-    if not known or pa.types.is_null(values.type):
-        return pa.nulls(len(values), pa.int64())
-    value_set = as_arrow(known, values.type)
-    return compute.index_in(values, value_set=value_set).cast(pa.int64())
-
-
-def _indices(known: Sequence[Any], values: pa.Array) -> pa.Array:
-    places = _places(known, values).fill_null(UNKNOWN - KNOWN).to_numpy() + KNOWN
-    return pa.array(np.where(nulls(values), MISSING, places))
+    return places_of(fit.values, values).fill_null(NO_CLASS).to_numpy()
 
 
 def _tokens(fit: Tokens, values: pa.Array) -> _Encoded:
     gone = nulls(values)
     if fit.by == "words":
         flat, cuts = words(values)
-        tokens = _indices(fit.values, flat).to_numpy().astype(np.int32)
+        tokens = indices_of(fit.values, flat).to_numpy().astype(np.int32)
     elif fit.by == "chars":
         points, cuts = chars(values)
         known = [ord(str(char)) for char in fit.values]

@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Encoders with everything they took from the training records: plain data, stored with the shards.
 
-Categories and tokens share one numbering: 0 is a value that training never saw, 1 a missing one,
-known values follow from 2, the most frequent first. Classes of a label are numbered from 0 in
-their order.
+Categories and tokens share the numbering of `vocabulary`. Classes of a label are numbered from 0
+in their order.
 """
 
-import base64
 import sys
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -18,15 +15,12 @@ from manyhands.data.columns.arrays import compute, is_list, is_number, is_text
 from manyhands.data.columns.schema import Role, name_of, type_of
 from manyhands.data.encoding.column_facts import ColumnFacts
 from manyhands.data.encoding.decode_images import ImageShape
-from manyhands.data.encoding.requested_encoding import NUMERIC, TOKENS, Encoding, Missing
-from manyhands.data.statistics.value_counts import ValueCounts
+from manyhands.data.encoding.requested_encoding import NUMERIC, Encoding, Missing
+from manyhands.data.encoding.vocabulary import KnownValue, as_json, most_common
 from manyhands.values.errors import DataError
 
-UNKNOWN, MISSING, KNOWN = 0, 1, 2
 NO_CLASS = -100
 """The class of a label that training never saw: what torch's losses leave out of account."""
-
-KnownValue = str | int | float | bool
 
 
 class _FittedColumn(
@@ -132,11 +126,11 @@ def finish(encoding: Encoding, facts: ColumnFacts) -> Fitted:
         case "number":
             return Raw(to="float32", fill=_fill(encoding, facts), **base)
         case "vocabulary":
-            return Vocabulary(values=_common(facts.values, encoding), **base)
+            return Vocabulary(values=most_common(facts.values, encoding), **base)
         case "hash":
             return Hashed(buckets=encoding.most, **base)
         case "words" | "chars" | "bytes":
-            values = [] if encoding.kind == "bytes" else _common(facts.tokens, encoding)
+            values = [] if encoding.kind == "bytes" else most_common(facts.tokens, encoding)
             return Tokens(by=encoding.kind, values=values, length=encoding.length, **base)
         case "image":
             return Picture(shape=_image_shape(encoding, facts), **base)
@@ -254,18 +248,6 @@ def _image_shape(encoding: Encoding, facts: ColumnFacts) -> ImageShape:
 # ---- values that are counted
 
 
-def _common(counts: ValueCounts | None, encoding: Encoding) -> list[KnownValue]:
-    """The most frequent ones, in that order."""
-    if counts is None:
-        return []
-    enough = int((counts.counts >= encoding.seen).sum())
-    most = encoding.most or len(counts)
-    values = counts.values[: min(enough, most)]
-    if encoding.kind in TOKENS and pa.types.is_integer(values.type):
-        return [chr(point) for point in values.to_pylist()]
-    return as_json(values)
-
-
 def _classes(facts: ColumnFacts) -> list[KnownValue]:
     values = facts.values
     if values is None or not len(values):
@@ -273,21 +255,3 @@ def _classes(facts: ColumnFacts) -> list[KnownValue]:
     if values.capped:
         raise DataError(f"'{facts.column.name}' has over {len(values):,} different values.")
     return as_json(values.values.take(compute.array_sort_indices(values.values)))
-
-
-def as_json(values: pa.Array) -> list[KnownValue]:
-    """Times as microseconds, bytes as base64."""
-    if pa.types.is_timestamp(values.type):
-        values = values.cast(pa.int64())
-    if pa.types.is_binary(values.type):
-        return [base64.b64encode(v).decode() for v in values.to_pylist()]
-    return values.to_pylist()
-
-
-def as_arrow(values: Sequence[KnownValue], kind: pa.DataType) -> pa.Array:
-    """The values again."""
-    if pa.types.is_timestamp(kind):
-        return pa.array(values, pa.int64()).cast(kind)
-    if pa.types.is_binary(kind):
-        return pa.array([base64.b64decode(str(v)) for v in values], kind)
-    return pa.array(values, kind)

@@ -14,15 +14,8 @@ from numpy.typing import NDArray
 
 from manyhands.data.columns.arrays import compute, inner, nulls, whole
 from manyhands.data.encoding.column_facts import plain_numbers
-from manyhands.data.encoding.fitted_encoders import (
-    MISSING,
-    NO_CLASS,
-    UNKNOWN,
-    Classes,
-    Fitted,
-    Tokens,
-    Vocabulary,
-)
+from manyhands.data.encoding.fitted_encoders import NO_CLASS, Classes, Fitted, Tokens, Vocabulary
+from manyhands.data.encoding.vocabulary import MISSING, UNKNOWN
 
 EXAMPLES = 5
 

@@ -15,10 +15,10 @@ from typing import BinaryIO, Protocol
 
 import xxhash
 
-from manyhands.data.fetching import shard_server
+from manyhands.data.fetching import shard_client
 from manyhands.data.fetching.placement import Placement
 from manyhands.data.fetching.shard_cache import Cache
-from manyhands.data.fetching.shard_server import TIMEOUT_S
+from manyhands.data.fetching.shard_client import TIMEOUT_S
 from manyhands.data.shards.damaged_blocks import check_blocks
 from manyhands.data.shards.manifest import BLOCK_BYTES, ShardInfo
 from manyhands.data.shards.prepared_url import blocks_of, inside, join
@@ -183,7 +183,7 @@ class Peer:
     def _source(self, book: Peers, host: str) -> "ShardSource":
         def blocks(info: ShardInfo, first: int) -> Iterator[bytes]:
             try:
-                yield from shard_server.fetch(
+                yield from shard_client.fetch(
                     book.addresses[host],
                     info,
                     book.credentials,

@@ -18,9 +18,8 @@ import struct
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import BinaryIO
 
-import msgspec
 import numpy as np
 import pyarrow as pa
 import xxhash
@@ -37,13 +36,6 @@ LIMIT = 1 << 30
 _MAGIC = b"mhspill1"
 _TAIL = struct.Struct("<8sQQQ")  # magic, bytes before the first group, splits, groups
 _ENTRY = struct.Struct("<QQQQ")  # offset, bytes, rows, checksum
-
-
-class Spilled(msgspec.Struct, frozen=True):
-    """What a spill file holds, by split and bucket."""
-
-    rows: list[list[int]]
-    nbytes: list[list[int]]
 
 
 def buckets_for(nbytes_per_split: Iterable[int], shard_bytes: int) -> list[int]:
@@ -65,11 +57,8 @@ def spill(
     splits: NDArray[np.int8],
     keys: NDArray[np.uint64],
     buckets: Sequence[int],
-    *,
-    compression: Literal["lz4", "zstd"] | None = None,
-    durable: bool = True,
-) -> Spilled:
-    """Write the rows, grouped. The file appears whole; if `durable`, also after a power cut."""
+) -> None:
+    """Write the rows, grouped. The file appears whole, also after a power cut."""
     assert len(splits) == 0 or 0 <= splits.min() <= splits.max() < len(buckets)
     bases = np.concatenate(([0], np.cumsum(buckets, dtype=np.int64)))
     groups = np.zeros(len(keys), dtype=np.int64)
@@ -83,26 +72,22 @@ def spill(
     table = take(table.append_column(KEY, pa.array(keys, pa.uint64())), order)
     draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
     try:
-        head, places = _write_groups(draft, table, starts, compression)
-        _write_index(draft, head, places, np.diff(starts), bases, durable=durable)
+        head, places = _write_groups(draft, table, starts)
+        _write_index(draft, head, places, np.diff(starts), bases)
         draft.rename(path)
     except BaseException:
         draft.unlink(missing_ok=True)
         raise
-    cut = [slice(a, b) for a, b in pairwise(bases)]
-    rows, sizes = np.diff(starts), np.diff(places)
-    return Spilled([rows[c].tolist() for c in cut], [sizes[c].tolist() for c in cut])
 
 
 def _write_groups(
-    draft: Path, table: pa.Table, starts: NDArray[np.int64], compression: str | None
+    draft: Path, table: pa.Table, starts: NDArray[np.int64]
 ) -> tuple[int, NDArray[np.int64]]:
     """Where the first group begins; where each group begins, and the last one ends."""
-    options = pa.ipc.IpcWriteOptions(compression=compression)
     places: list[int] = []
     with (
         pa.OSFile(str(draft), "wb") as sink,
-        pa.ipc.new_stream(sink, table.schema, options=options) as writer,
+        pa.ipc.new_stream(sink, table.schema) as writer,
     ):
         # The schema is written with the first batch, which must therefore not be a group's.
         writer.write_batch(pa.RecordBatch.from_pylist([], table.schema))
@@ -121,8 +106,6 @@ def _write_index(
     places: NDArray[np.int64],
     rows: NDArray[np.int64],
     bases: NDArray[np.int64],
-    *,
-    durable: bool,
 ) -> None:
     with draft.open("r+b") as file:
         file.seek(int(places[0]))
@@ -133,9 +116,8 @@ def _write_index(
         file.write(b"".join(_ENTRY.pack(*entry) for entry in entries))
         file.write(bases.astype("<u8").tobytes())
         file.write(_TAIL.pack(_MAGIC, head, len(bases) - 1, len(rows)))
-        if durable:
-            file.flush()
-            os.fsync(file.fileno())
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _checksum(file: BinaryIO, nbytes: int) -> int:

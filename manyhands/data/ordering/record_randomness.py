@@ -21,6 +21,8 @@ from numpy.typing import NDArray
 from manyhands.data.columns.array_types import Positions
 
 Shape = tuple[int, ...]
+ColumnBatch = dict[str, Any]
+"""A batch, by column: tensors, or what else is in it."""
 
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
@@ -70,7 +72,7 @@ class Draw:
         return _mixed(records[:, None] + counters).reshape(len(self.ids), *shape)
 
 
-Transform = Callable[[dict[str, Any], Draw], dict[str, Any]]
+Transform = Callable[[ColumnBatch, Draw], ColumnBatch]
 """Changes a batch; random only through the `Draw` it is given."""
 
 

@@ -25,7 +25,7 @@ from manyhands.data.encoding.fitted_encoders import Fitted
 from manyhands.data.encoding.pack_columns import pack
 from manyhands.data.encoding.requested_encoding import Encoding
 from manyhands.data.encoding.unseen_values import unseen
-from manyhands.data.mapreduce.external_shuffle import KEY, Spilled, gather, spill
+from manyhands.data.mapreduce.external_shuffle import KEY, gather, spill
 from manyhands.data.preparing.assign_splits import load_splits
 from manyhands.data.preparing.balance_classes import class_weights, resample, sample
 from manyhands.data.preparing.lineage import Account, by_class, sampled_out
@@ -66,7 +66,6 @@ class Fit(msgspec.Struct, frozen=True):
 
 
 class Applied(msgspec.Struct, frozen=True):
-    spilled: Spilled
     refused: list[tuple[int, str]]
     """Records that cannot be encoded, by id, with the reason."""
     account: Account
@@ -117,7 +116,8 @@ def apply(piece: str, stem: str, plan_file: str, buckets: Sequence[int], to: str
     fit = plan.fitted.get(plan.label)
     gone = sampled_out(piece, stem, plan.raw, plan.sample, plan.label, fit)
     account = msgspec.structs.replace(account, sampled_out=gone)
-    return Applied(spill(Path(to), encoded, sides, keys, buckets), refused, account)
+    spill(Path(to), encoded, sides, keys, buckets)
+    return Applied(refused, account)
 
 
 def encode_rows(

@@ -13,16 +13,10 @@ from typing import Any
 import msgspec
 
 from manyhands.data.columns.schema import ID, Column, Schema, column_of
+from manyhands.data.encoding.choose_encoding import choose
 from manyhands.data.encoding.column_facts import ColumnFacts, merge, statistics
-from manyhands.data.encoding.encoders import (
-    Encoders,
-    attempt,
-    choose,
-    encoded_schema,
-    finish,
-    refuse_clashes,
-)
-from manyhands.data.encoding.fitted_encoders import Classes, Fitted
+from manyhands.data.encoding.encoders import Encoders, attempt, encoded_schema, refuse_clashes
+from manyhands.data.encoding.fitted_encoders import Classes, Fitted, finish
 from manyhands.data.encoding.pack_columns import match, pack, packed_schema
 from manyhands.data.encoding.requested_encoding import Encoding, parse_encoding, with_missing
 from manyhands.data.mapreduce.external_shuffle import buckets_for

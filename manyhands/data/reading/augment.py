@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Transforms that vary records: images, tokens and features. Exact: a record comes out the same in
-any batch, on any worker and in a replay, because its random numbers are its own (`data.draw`) and
-every operation is on single elements.
+any batch, on any worker and in a replay, because its random numbers are its own (`Draw`) and every
+operation is on single elements.
 
 A transform is a function of (batch, draw) that returns a batch. Those here are values: they can be
 compared, printed and sent to workers. Random ones leave held-out records alone; `Normalise` does
@@ -12,24 +12,21 @@ not. Images are (records, height, width) or (records, height, width, channels), 
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from manyhands.data.columns.array_types import AnyArray
-from manyhands.data.ordering.record_randomness import Draw, Transform
+from manyhands.data.ordering.record_randomness import ColumnBatch, Draw, Transform
 from manyhands.data.reading.augment_images import (
     Brightness,
     Contrast,
     Normalise,
-    PerChannel,
     RandomCrop,
     RandomErase,
     RandomFlip,
     Rotate,
-    array_of,
-    with_column,
 )
+from manyhands.data.reading.random_transform import PerChannel, RandomTransform, array_of
 from manyhands.values.errors import DataError
 
 __all__ = [
@@ -49,8 +46,6 @@ __all__ = [
     "TokenSwap",
     "Transform",
 ]
-
-ColumnBatch = dict[str, Any]
 
 
 class Compose:
@@ -72,50 +67,40 @@ class Compose:
 
 
 @dataclass(frozen=True)
-class TokenDrop:
+class TokenDrop(RandomTransform):
     """Each token is left out with probability p; the first stays where none would."""
 
-    column: str
     p: float = 0.1
 
-    def __call__(self, batch: ColumnBatch, draw: Draw) -> ColumnBatch:
-        if not draw.training:
-            return batch
+    def varied(self, batch: ColumnBatch, draw: Draw) -> dict[str, AnyArray]:
         tokens, inside = _tokens(batch, self.column)
         keep = inside & (draw.uniform("drop", tokens.shape[1:]).numpy() >= self.p)
         keep[:, :1] |= inside[:, :1] & ~keep.any(axis=1, keepdims=True)
         together = np.argsort(~keep, axis=1, kind="stable")
         tokens = np.take_along_axis(np.where(keep, tokens, 0), together, axis=1)
-        batch = with_column(batch, self.column, tokens)
-        return with_column(batch, f"{self.column}_length", keep.sum(axis=1, dtype=np.int64))
+        return {self.column: tokens, f"{self.column}_length": keep.sum(axis=1, dtype=np.int64)}
 
 
 @dataclass(frozen=True)
-class TokenMask:
+class TokenMask(RandomTransform):
     """Each token becomes `mask` with probability p."""
 
-    column: str
     mask: int
     p: float = 0.15
 
-    def __call__(self, batch: ColumnBatch, draw: Draw) -> ColumnBatch:
-        if not draw.training:
-            return batch
+    def varied(self, batch: ColumnBatch, draw: Draw) -> dict[str, AnyArray]:
         tokens, inside = _tokens(batch, self.column)
         masked = inside & (draw.uniform("mask", tokens.shape[1:]).numpy() < self.p)
-        return with_column(batch, self.column, np.where(masked, self.mask, tokens))
+        return {self.column: np.where(masked, self.mask, tokens)}
 
 
 @dataclass(frozen=True)
-class TokenSwap:
+class TokenSwap(RandomTransform):
     """Neighbours change places with probability p; each token at most once."""
 
-    column: str
     p: float = 0.1
 
-    def __call__(self, batch: ColumnBatch, draw: Draw) -> ColumnBatch:
-        if not draw.training:
-            return batch
+    def varied(self, batch: ColumnBatch, draw: Draw) -> dict[str, AnyArray]:
         tokens, inside = _tokens(batch, self.column)
         place = np.arange(tokens.shape[1])
         odd = draw.below("odd", 2).numpy()[:, None]
@@ -123,43 +108,37 @@ class TokenSwap:
         swapped &= (place % 2 == odd) & np.pad(inside[:, 1:], ((0, 0), (0, 1)))
         source = place + swapped
         source[:, 1:] -= swapped[:, :-1]
-        return with_column(batch, self.column, np.take_along_axis(tokens, source, axis=1))
+        return {self.column: np.take_along_axis(tokens, source, axis=1)}
 
 
 # ---- features
 
 
 @dataclass(frozen=True)
-class FeatureNoise:
+class FeatureNoise(RandomTransform):
     """Normal noise of this deviation is added."""
 
-    column: str
     deviation: PerChannel = 0.1
 
-    def __call__(self, batch: ColumnBatch, draw: Draw) -> ColumnBatch:
-        if not draw.training:
-            return batch
+    def varied(self, batch: ColumnBatch, draw: Draw) -> dict[str, AnyArray]:
         features = array_of(batch, self.column)
         noise = draw.normal("noise", features.shape[1:]).numpy()
         noise *= np.asarray(self.deviation, np.float32)
-        return with_column(batch, self.column, features.astype(np.float32) + noise)
+        return {self.column: features.astype(np.float32) + noise}
 
 
 @dataclass(frozen=True)
-class FeatureDropout:
+class FeatureDropout(RandomTransform):
     """Each feature becomes `fill` (the columns' means, say) with probability p."""
 
-    column: str
     p: float = 0.1
     fill: PerChannel = 0.0
 
-    def __call__(self, batch: ColumnBatch, draw: Draw) -> ColumnBatch:
-        if not draw.training:
-            return batch
+    def varied(self, batch: ColumnBatch, draw: Draw) -> dict[str, AnyArray]:
         features = array_of(batch, self.column)
         gone = draw.chance("dropout", self.p, features.shape[1:]).numpy()
         fill = np.asarray(self.fill, features.dtype)
-        return with_column(batch, self.column, np.where(gone, fill, features))
+        return {self.column: np.where(gone, fill, features)}
 
 
 def _tokens(batch: ColumnBatch, column: str) -> tuple[AnyArray, AnyArray]:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Transforms of images: (records, height, width) or (records, height, width, channels), bytes or
-floats. See `data.augment`, from where they are imported.
+floats. Import them from `augment`.
 
 Invariant: every operation is on single pixels, or on one image by itself, so that an image comes
 out the same whatever other images are in the batch.
@@ -9,51 +9,45 @@ out the same whatever other images are in the batch.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import torch
 
 from manyhands.data.columns.array_types import AnyArray
-from manyhands.data.ordering.record_randomness import Draw
+from manyhands.data.ordering.record_randomness import ColumnBatch, Draw
+from manyhands.data.reading.random_transform import (
+    PerChannel,
+    RandomTransform,
+    array_of,
+    with_columns,
+)
 from manyhands.values.errors import DataError
-
-ColumnBatch = dict[str, Any]
-PerChannel = float | tuple[float, ...]
-"""One for all, or one for each channel or feature."""
 
 ROTATED_AT_ONCE = 1 << 18
 """Pixels; more would only leave the cache."""
 
 
 @dataclass(frozen=True)
-class RandomFlip:
+class RandomFlip(RandomTransform):
     """Mirrored with probability p: left and right, or (`vertical`) top and bottom."""
 
-    column: str
     p: float = 0.5
     vertical: bool = False
 
-    def __call__(self, batch: ColumnBatch, draw: Draw) -> ColumnBatch:
-        if not draw.training:
-            return batch
+    def varied(self, batch: ColumnBatch, draw: Draw) -> dict[str, AnyArray]:
         images = _images(batch, self.column)
         mirrored = images[:, ::-1] if self.vertical else images[:, :, ::-1]
         flip = draw.chance("flip", self.p).numpy()
-        return with_column(batch, self.column, np.where(_wide(flip, images), mirrored, images))
+        return {self.column: np.where(_wide(flip, images), mirrored, images)}
 
 
 @dataclass(frozen=True)
-class RandomCrop:
+class RandomCrop(RandomTransform):
     """Moved by up to `padding` pixels each way; what comes in from outside is `fill`."""
 
-    column: str
     padding: int
     fill: float = 0
 
-    def __call__(self, batch: ColumnBatch, draw: Draw) -> ColumnBatch:
-        if not draw.training:
-            return batch
+    def varied(self, batch: ColumnBatch, draw: Draw) -> dict[str, AnyArray]:
         images = _images(batch, self.column)
         records, height, width = images.shape[:3]
         moved = draw.below("move", 2 * self.padding + 1, (2,)).numpy() - self.padding
@@ -66,23 +60,20 @@ class RandomCrop:
             columns.clip(0, width - 1)[:, None, :],
         ]
         found[~inside] = self.fill
-        return with_column(batch, self.column, found)
+        return {self.column: found}
 
 
 @dataclass(frozen=True)
-class RandomErase:
+class RandomErase(RandomTransform):
     """With probability p, a rectangle becomes `fill`; its sides are between `least` and `most` of
     the image's."""
 
-    column: str
     p: float = 0.5
     least: float = 0.1
     most: float = 0.4
     fill: float = 0
 
-    def __call__(self, batch: ColumnBatch, draw: Draw) -> ColumnBatch:
-        if not draw.training:
-            return batch
+    def varied(self, batch: ColumnBatch, draw: Draw) -> dict[str, AnyArray]:
         images = _images(batch, self.column)
         u = draw.uniform("box", (4,)).numpy().astype(np.float64)
         inside = draw.chance("erase", self.p).numpy()[:, None, None]
@@ -94,53 +85,44 @@ class RandomErase:
             inside = inside & (hit[:, :, None] if axis == 0 else hit[:, None, :])
         found = images.copy()
         found[inside] = self.fill
-        return with_column(batch, self.column, found)
+        return {self.column: found}
 
 
 @dataclass(frozen=True)
-class Brightness:
+class Brightness(RandomTransform):
     """All pixels times a number between 1 - by and 1 + by."""
 
-    column: str
     by: float = 0.2
 
-    def __call__(self, batch: ColumnBatch, draw: Draw) -> ColumnBatch:
-        if not draw.training:
-            return batch
+    def varied(self, batch: ColumnBatch, draw: Draw) -> dict[str, AnyArray]:
         images = _images(batch, self.column)
         factor = _factor(draw, self.by)
-        return with_column(batch, self.column, _like(images * _wide(factor, images), images))
+        return {self.column: _like(images * _wide(factor, images), images)}
 
 
 @dataclass(frozen=True)
-class Contrast:
+class Contrast(RandomTransform):
     """Distances from the image's mean times a number between 1 - by and 1 + by."""
 
-    column: str
     by: float = 0.2
 
-    def __call__(self, batch: ColumnBatch, draw: Draw) -> ColumnBatch:
-        if not draw.training:
-            return batch
+    def varied(self, batch: ColumnBatch, draw: Draw) -> dict[str, AnyArray]:
         images = _images(batch, self.column)
         # One image at a time: numpy adds in another order where rows lie otherwise in memory.
         means = [float(image.sum(dtype=np.float64)) / image.size for image in images]
         mean = _wide(np.asarray(means, np.float32), images)
         factor = _wide(_factor(draw, self.by), images)
-        return with_column(batch, self.column, _like((images - mean) * factor + mean, images))
+        return {self.column: _like((images - mean) * factor + mean, images)}
 
 
 @dataclass(frozen=True)
-class Rotate:
+class Rotate(RandomTransform):
     """Turned about the middle by up to `degrees` each way; what comes in from outside is `fill`."""
 
-    column: str
     degrees: float = 10.0
     fill: float = 0
 
-    def __call__(self, batch: ColumnBatch, draw: Draw) -> ColumnBatch:
-        if not draw.training:
-            return batch
+    def varied(self, batch: ColumnBatch, draw: Draw) -> dict[str, AnyArray]:
         images = _images(batch, self.column)
         turns = (draw.uniform("angle").numpy().astype(np.float64) * 2 - 1) * self.degrees
         angles = [math.radians(turn) for turn in turns.tolist()]
@@ -149,7 +131,7 @@ class Rotate:
             _rotated(images[i : i + at_once], angles[i : i + at_once], self.fill)
             for i in range(0, len(images), at_once)
         ]
-        return with_column(batch, self.column, np.concatenate(parts))
+        return {self.column: np.concatenate(parts)}
 
 
 @dataclass(frozen=True)
@@ -171,23 +153,10 @@ class Normalise:
         pixels /= np.asarray(self.deviation, np.float32)
         if self.channels_first:
             pixels = pixels[:, None] if pixels.ndim == 3 else np.moveaxis(pixels, 3, 1)
-        return with_column(batch, self.column, pixels)
+        return with_columns(batch, {self.column: pixels})
 
 
 # ---- on arrays
-
-
-def array_of(batch: ColumnBatch, column: str) -> AnyArray:
-    if column not in batch:
-        raise DataError(f"a transform wants '{column}'; the batch has {', '.join(batch)}.")
-    value = batch[column]
-    return value.numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
-
-
-def with_column(batch: ColumnBatch, column: str, value: AnyArray) -> ColumnBatch:
-    was_tensor = isinstance(batch[column], torch.Tensor)
-    value = np.ascontiguousarray(value)
-    return {**batch, column: torch.from_numpy(value) if was_tensor else value}
 
 
 def _images(batch: ColumnBatch, column: str) -> AnyArray:

@@ -30,24 +30,9 @@ from numpy.typing import NDArray
 from manyhands.data.columns.arrays import is_number, nulls, numbers, whole
 from manyhands.data.columns.hashing import NULL, Hashes, fraction, mix64, near
 from manyhands.data.columns.schema import ID
-from manyhands.data.splitting.linked_records import NO_LINKS, KeyLinks, linked
-from manyhands.data.statistics.exact_quantiles import Ints, Quantile, ordered
+from manyhands.data.splitting.linked_records import NO_LINKS, KeyLinks
+from manyhands.data.statistics.exact_quantiles import Ints, ordered
 from manyhands.values.errors import DataError
-
-__all__ = [
-    "FORMS",
-    "NOWHERE",
-    "KeyLinks",
-    "Quantile",
-    "SplitRule",
-    "assign",
-    "folds",
-    "instants",
-    "keys",
-    "linked",
-    "parse_split",
-    "refuse_empty",
-]
 
 Sides = NDArray[np.int8]
 

@@ -40,9 +40,8 @@ from manyhands.launch.hosts.join_protocol import (
     decode_from_host,
     encode,
 )
-from manyhands.launch.wire.control_channel import OnlyThisKey
 from manyhands.launch.wire.refusals import Refusals
-from manyhands.values.credentials import Credentials
+from manyhands.values.credentials import Credentials, OnlyThisKey
 
 MOST_MESSAGE = 4 << 20
 

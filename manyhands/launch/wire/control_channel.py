@@ -22,6 +22,7 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from manyhands.launch.wire.heartbeat import Heartbeat, Waiting
 from manyhands.launch.wire.refusals import Refusals
+from manyhands.values.credentials import OnlyThisKey
 from manyhands.values.errors import Broken
 from manyhands.values.messages import (
     Answer,
@@ -40,16 +41,6 @@ from manyhands.values.messages import (
 from manyhands.values.worker_orders import Keys
 
 BEAT_S = 0.25
-
-
-class OnlyThisKey:
-    """The authenticator's question: may this client speak?"""
-
-    def __init__(self, public: bytes) -> None:
-        self.public = public
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        return key == self.public
 
 
 class SupervisorChannel:

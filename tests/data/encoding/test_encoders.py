@@ -16,21 +16,13 @@ from PIL import Image
 
 from manyhands.data.columns.hashing import mix64
 from manyhands.data.columns.schema import ID, Column, Role, Schema, name_of, type_of
+from manyhands.data.encoding.choose_encoding import choose
 from manyhands.data.encoding.column_facts import ColumnFacts, collect, merge, statistics
 from manyhands.data.encoding.decode_images import decode, shape_of
-from manyhands.data.encoding.encoders import (
-    Encoders,
-    Fitted,
-    apply,
-    attempt,
-    choose,
-    encoded_schema,
-    finish,
-    parse_encoding,
-    sizes,
-)
-from manyhands.data.encoding.fitted_encoders import NO_CLASS
+from manyhands.data.encoding.encoders import Encoders, apply, attempt, encoded_schema, sizes
+from manyhands.data.encoding.fitted_encoders import NO_CLASS, Fitted, finish
 from manyhands.data.encoding.pack_columns import match, pack, packed_schema
+from manyhands.data.encoding.requested_encoding import parse_encoding
 from manyhands.data.encoding.unseen_values import UnseenValues, unseen
 from manyhands.data.encoding.unseen_values import merged as merged_unseen
 from manyhands.data.preparing.balance_classes import class_weights, resample, sample

@@ -27,7 +27,9 @@ from hypothesis import strategies as st
 
 from manyhands.data.fetching.placement import Placement, ShardHost, place
 from manyhands.data.fetching.shard_cache import Cache, key_of
-from manyhands.data.fetching.shard_server import PIECE_BYTES, WINDOW, ShardServer, fetch
+from manyhands.data.fetching.shard_client import fetch
+from manyhands.data.fetching.shard_protocol import PIECE_BYTES, WINDOW
+from manyhands.data.fetching.shard_server import ShardServer
 from manyhands.data.fetching.transfer import (
     Direct,
     Peer,

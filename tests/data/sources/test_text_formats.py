@@ -23,9 +23,10 @@ from manyhands.data.sources.cutting.record_boundaries import (
     records_of,
 )
 from manyhands.data.sources.cutting.source import Bad, Chunk, Source, TablePiece, Types
-from manyhands.data.sources.formats.access_log import AccessLog, JsonLines, PlainText
+from manyhands.data.sources.formats.access_log import AccessLog
 from manyhands.data.sources.formats.csv_files import Delimited
-from manyhands.data.sources.formats.plain_text import find_windows
+from manyhands.data.sources.formats.json_lines import JsonLines
+from manyhands.data.sources.formats.plain_text import PlainText, find_windows
 from manyhands.data.sources.values.csv_fields import Dialect, split
 from manyhands.data.sources.values.dates_in_text import all_times
 from manyhands.data.sources.values.text_values import cleaned, converted, inferred, nulls_of

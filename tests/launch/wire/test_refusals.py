@@ -26,9 +26,9 @@ from manyhands.launch.engines.fork_agent import WorkerExit, WorkerStarted
 from manyhands.launch.engines.launcher import Launcher
 from manyhands.launch.hosts import join_protocol
 from manyhands.launch.hosts.requested_hosts import open_hosts
-from manyhands.launch.wire.control_channel import Keys, OnlyThisKey, SupervisorChannel
+from manyhands.launch.wire.control_channel import Keys, SupervisorChannel
 from manyhands.launch.wire.refusals import RefusalCounts, Refusals, said
-from manyhands.values.credentials import Credentials, new_secret, read_token
+from manyhands.values.credentials import Credentials, OnlyThisKey, new_secret, read_token
 from manyhands.values.messages import Beat, FromWorker, Hello, Leaving, Left, RoundPart, encode
 from manyhands.values.run_folder import RunDir
 from manyhands.values.run_options import Where

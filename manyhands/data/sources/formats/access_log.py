@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: reportAttributeAccessIssue=false
 # (the functions of pyarrow.compute are made when it is imported)
-"""Files of lines: JSON lines, web access logs, plain text.
+"""Web access logs.
 
 A web server writes a line for each request, in the common log format or the combined one, which
 adds the referring page and the agent. A hyphen stands for what is not known. Lines in neither
@@ -21,23 +21,17 @@ from manyhands.data.sources.cutting.record_boundaries import (
     MAX_FIELD,
     FoundRecords,
     RecordRule,
-    chunks_of,
     records_of,
 )
 from manyhands.data.sources.cutting.source import Chunk, TablePiece, Types
-from manyhands.data.sources.formats import sniffing
-from manyhands.data.sources.formats.json_lines import JsonLines
-from manyhands.data.sources.formats.plain_text import PlainText
+from manyhands.data.sources.formats.line_files import line_chunks, line_pieces
 from manyhands.data.sources.values.csv_fields import (
     TextColumns,
     checked_encoding,
-    lost_piece,
     text_lines,
     typed_piece,
 )
 from manyhands.data.sources.values.dates_in_text import TIME
-
-__all__ = ["AccessLog", "JsonLines", "PlainText"]
 
 _QUOTED = r'(?:[^"\\]|\\.)*'
 _PARTS = (
@@ -89,23 +83,19 @@ class AccessLog:
         return tuple(map(files.shown, self.urls))
 
     def chunks(self, target_bytes: int) -> list[Chunk]:
-        rule = RecordRule(limit=self.limit)
-        return [
-            chunk
-            for file, url in enumerate(self.urls)
-            for chunk in chunks_of(url, file, rule, sniffing.begin_of(url), target_bytes)
-        ]
+        return line_chunks(self.urls, RecordRule(limit=self.limit), target_bytes)
 
     def read(self, chunk: Chunk, types: Types, target_bytes: int) -> Iterator[TablePiece]:
         url, rule = self.urls[chunk.file], RecordRule(limit=self.limit)
         kinds = {name: types.get(name, _DEFAULTS.get(name, pa.string())) for name in _COLUMNS}
-        for found in records_of(url, chunk, rule, target_bytes):
-            if found.trouble:
-                yield lost_piece(found, rule, kinds, files.shown(url))
-            else:
-                yield self._piece(found, kinds, files.shown(url))
+        records = records_of(url, chunk, rule, target_bytes)
 
-    def _piece(self, found: FoundRecords, kinds: Types, file: str) -> TablePiece:
+        def read(found: FoundRecords, file: str) -> TablePiece:
+            return self._piece(found, file, kinds)
+
+        return line_pieces(url, records, rule, kinds, read)
+
+    def _piece(self, found: FoundRecords, file: str, kinds: Types) -> TablePiece:
         lines = text_lines(found, self.encoding, file)
         texts, rows, bad = lines.columns[0], lines.rows, lines.bad
         fields = pc.extract_regex(texts, pattern=_LINE)

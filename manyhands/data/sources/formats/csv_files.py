@@ -19,12 +19,12 @@ from manyhands.data.sources.cutting.record_boundaries import (
     TO_THE_END,
     FoundRecords,
     blocks_of,
-    chunks_of,
     find_records,
     records_of,
 )
 from manyhands.data.sources.cutting.source import Chunk, TablePiece, Types
 from manyhands.data.sources.formats import sniffing
+from manyhands.data.sources.formats.line_files import UnusualText, line_chunks, line_pieces
 from manyhands.data.sources.values.csv_fields import (
     Dialect,
     TextColumns,
@@ -33,7 +33,6 @@ from manyhands.data.sources.values.csv_fields import (
     has_hexadecimals,
     is_usual,
     lost,
-    lost_piece,
     parsed,
     split,
     text_columns,
@@ -41,10 +40,6 @@ from manyhands.data.sources.values.csv_fields import (
 )
 from manyhands.data.sources.values.text_values import cleaned, inferred, nulls_of
 from manyhands.values.errors import DataError
-
-
-class _Unusual(Exception):
-    """This piece is for the exact way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,16 +106,17 @@ class Delimited:
         return tuple(map(files.shown, self.urls))
 
     def chunks(self, target_bytes: int) -> list[Chunk]:
-        return [
-            chunk
-            for file, url in enumerate(self.urls)
-            for chunk in chunks_of(url, file, self.dialect.rule, self._begin(url), target_bytes)
-        ]
+        return line_chunks(self.urls, self.dialect.rule, target_bytes, self._begin)
 
     def read(self, chunk: Chunk, types: Types, target_bytes: int) -> Iterator[TablePiece]:
-        url = self.urls[chunk.file]
-        for found in records_of(url, chunk, self.dialect.rule, target_bytes):
-            yield self._piece(found, types, files.shown(url))
+        url, rule = self.urls[chunk.file], self.dialect.rule
+        records = records_of(url, chunk, rule, target_bytes)
+        kinds = {name: types.get(name, pa.null()) for name in self.names}
+
+        def read(found: FoundRecords, file: str) -> TablePiece:
+            return self._piece(found, types, file)
+
+        return line_pieces(url, records, rule, kinds, read)
 
     def _begin(self, url: str) -> int:
         """Where the records begin: behind a byte order mark and the header."""
@@ -146,18 +142,15 @@ class Delimited:
         return found.start + int(found.begins[1] if len(found) > 1 else len(found.data))
 
     def _piece(self, found: FoundRecords, types: Types, file: str) -> TablePiece:
-        if found.trouble:
-            kinds = {name: types.get(name, pa.null()) for name in self.names}
-            return lost_piece(found, self.dialect.rule, kinds, file)
         try:
             return self._quickly(found, types, file)
-        except (_Unusual, pa.ArrowInvalid, UnicodeError):
+        except (UnusualText, pa.ArrowInvalid, UnicodeError):
             return self._exactly(found, types, file)
 
     def _quickly(self, found: FoundRecords, types: Types, file: str) -> TablePiece:
         """Typed by Arrow's reader where it and we agree on what a value is."""
         if not is_usual(found.data, self.dialect) or has_hexadecimals(found.data):
-            raise _Unusual
+            raise UnusualText
         nulls = nulls_of(self.null)
         words: list[str] = nulls.to_pylist()
         kinds = {name: _readable(types[name]) for name in self.names if name in types}
@@ -169,7 +162,7 @@ class Delimited:
             kinds |= dict.fromkeys(of_time, pa.string())
             table = parsed(found.data, self.dialect, self.names, kinds, padded)
         if table.num_rows != len(found) or pa.binary() in table.schema.types:  # not in UTF-8
-            raise _Unusual
+            raise UnusualText
         columns = [whole(table[name]) for name in self.names]
         return self._typed(found, TextColumns(columns, np.arange(len(found))), types, file)
 

@@ -25,12 +25,11 @@ from manyhands.data.sources.cutting.record_boundaries import (
     MAX_FIELD,
     FoundRecords,
     RecordRule,
-    chunks_of,
     records_of,
 )
 from manyhands.data.sources.cutting.source import Bad, Chunk, TablePiece, Types
 from manyhands.data.sources.formats import sniffing
-from manyhands.data.sources.values.csv_fields import lost_piece
+from manyhands.data.sources.formats.line_files import UnusualText, line_chunks, line_pieces
 from manyhands.data.sources.values.dates_in_text import TIME, all_times, are_iso_times, epoch_times
 from manyhands.data.sources.values.json_values import (
     BadRecord,
@@ -47,10 +46,6 @@ from manyhands.data.sources.values.json_values import (
 from manyhands.data.sources.values.text_values import misfit
 
 _OPEN, _CLOSE = ord("{"), ord("}")
-
-
-class _Unusual(Exception):
-    """This piece is for the exact way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,39 +85,35 @@ class JsonLines:
         return tuple(map(files.shown, self.urls))
 
     def chunks(self, target_bytes: int) -> list[Chunk]:
-        rule = RecordRule(limit=self.limit)
-        return [
-            chunk
-            for file, url in enumerate(self.urls)
-            for chunk in chunks_of(url, file, rule, sniffing.begin_of(url), target_bytes)
-        ]
+        return line_chunks(self.urls, RecordRule(limit=self.limit), target_bytes)
 
     def read(self, chunk: Chunk, types: Types, target_bytes: int) -> Iterator[TablePiece]:
         url = self.urls[chunk.file]
         rule = RecordRule(limit=self.limit)
-        for found in records_of(url, chunk, rule, target_bytes):
-            if found.trouble:
-                yield lost_piece(found, rule, {}, files.shown(url))
-                continue
+        records = records_of(url, chunk, rule, target_bytes)
+
+        def read(found: FoundRecords, file: str) -> TablePiece:
             try:
-                yield self._quickly(found, types)
-            except (_Unusual, pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowTypeError):
-                yield self._exactly(found, types, files.shown(url))
+                return self._quickly(found, types)
+            except (UnusualText, pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowTypeError):
+                return self._exactly(found, types, file)
+
+        return line_pieces(url, records, rule, {}, read)
 
     def _quickly(self, found: FoundRecords, types: Types) -> TablePiece:
         data = np.frombuffer(found.data, np.uint8)
         braced = (data[found.begins] == _OPEN).all() and (data[found.stops - 1] == _CLOSE).all()
         if not braced or not _is_utf8(found.data) or is_too_deep(found):
-            raise _Unusual
+            raise UnusualText
         table = _parsed(found.data, [pa.field(p[0], _nested(p[1:])) for p in self.times])
         if _has_times(table.schema.types):
             table = _parsed(found.data, [f.with_type(_untimed(f.type)) for f in table.schema])
         if table.num_rows != len(found):
-            raise _Unusual
+            raise UnusualText
         while any(pa.types.is_struct(kind) for kind in table.schema.types):
             table = table.flatten()
         if len(set(table.column_names)) < table.num_columns:
-            raise _Unusual
+            raise UnusualText
         columns: dict[str, pa.Array] = {}
         for name in self.ordered(table.column_names):
             column = whole(table[name])
@@ -233,7 +224,7 @@ def _inferred(column: pa.Array) -> pa.DataType:
 
 
 def _as(column: pa.Array, kind: pa.DataType) -> pa.Array:
-    """A column of Arrow's reader as `kind`; _Unusual where that needs a closer look."""
+    """A column of Arrow's reader as `kind`; UnusualText where that needs a closer look."""
     t, here = pa.types, column.type
     text = t.is_string(here)
     number = t.is_integer(here) or t.is_floating(here)
@@ -249,7 +240,7 @@ def _as(column: pa.Array, kind: pa.DataType) -> pa.Array:
     elif t.is_integer(here) and t.is_integer(kind):
         made = column.cast(kind)
     if made is None or made.null_count != column.null_count:
-        raise _Unusual
+        raise UnusualText
     return made
 
 

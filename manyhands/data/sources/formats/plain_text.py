@@ -32,9 +32,9 @@ from manyhands.data.sources.cutting.record_boundaries import (
 )
 from manyhands.data.sources.cutting.source import Chunk, TablePiece, Types
 from manyhands.data.sources.formats import sniffing
+from manyhands.data.sources.formats.line_files import line_pieces
 from manyhands.data.sources.values.csv_fields import (
     checked_encoding,
-    lost_piece,
     text_lines,
     typed_piece,
 )
@@ -112,14 +112,14 @@ class PlainText:
             records = self._windows(url, chunk.start, chunk.stop, chunk.first, block_bytes)
         else:
             records = records_of(url, chunk, self._rule, target_bytes)
-        for found in records:
-            if found.trouble:
-                yield lost_piece(found, self._rule, kinds, files.shown(url))
-                continue
-            lines = text_lines(found, self.encoding, files.shown(url))
+
+        def read(found: FoundRecords, file: str) -> TablePiece:
+            lines = text_lines(found, self.encoding, file)
             texts = lines.columns[0]
             columns = {"text": pc.ascii_rtrim_whitespace(texts) if self._rule.paragraphs else texts}
-            yield typed_piece(found, lines, columns, kinds, files.shown(url))
+            return typed_piece(found, lines, columns, kinds, file)
+
+        return line_pieces(url, records, self._rule, kinds, read)
 
     def _windows(
         self, url: str, start: int, stop: int, first: int, block_bytes: int

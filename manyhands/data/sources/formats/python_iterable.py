@@ -3,13 +3,13 @@
 
 A record is a dict, a named tuple or a dataclass, a tuple when names are given, or one array or
 tensor (column `x`) or text (column `text`). The first record says which columns there are. Arrays
-of any shape are stored flat; `shapes` has the shape of those where it is always the same.
+of any shape are stored flat.
 
 Invariant: the n-th record that the iterable gives is record n, wherever the files are cut; it is a
 row or a Bad. `digest` is that of all files: it tells whether the same code gave the same again.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,8 +50,6 @@ class Spooled:
 
     folder: str
     parts: tuple[SpooledFile, ...]
-    shapes: Mapping[str, tuple[int, ...]]
-    """Of the columns whose values are arrays of one shape."""
     digest: str
     notes: tuple[str, ...] = ()
 
@@ -114,7 +112,6 @@ class _SpoolWriter:
         self._parts: list[SpooledFile] = []
         self._seen = self._first = 0
         self._digest = xxhash.xxh3_64()
-        self._shapes: dict[str, tuple[int, ...] | None] = {}
 
     def add(self, number: int, record: object, names: Sequence[str] | None) -> None:
         self._seen = number + 1
@@ -126,18 +123,11 @@ class _SpoolWriter:
             self._bad.append(Bad(NAME, number, -1, str(error), described(record)))
             return
         self._columns = self._columns or list(row)
-        self._note_shapes(row)
         self._rows.append(row)
         self._numbers.append(number)
         self._size += size_of_row(row)
         if len(self._rows) == _BATCH_ROWS or self._size > min(_BATCH_BYTES, self._target):
             self._close_batch()
-
-    def _note_shapes(self, row: PythonRow) -> None:
-        for name, value in row.items():
-            shape = value.shape if isinstance(value, np.ndarray) else None
-            if value is not None and self._shapes.setdefault(name, shape) != shape:
-                self._shapes[name] = None
 
     def _close_batch(self) -> None:
         table, wrong = table_of(self._rows, self._columns)
@@ -180,6 +170,5 @@ class _SpoolWriter:
         if self._rows:
             self._close_batch()
         self._close_file(self._seen)
-        shapes = {name: shape for name, shape in self._shapes.items() if shape is not None}
         digest = self._digest.hexdigest()
-        return Spooled(str(self._folder), tuple(self._parts), shapes, digest)
+        return Spooled(str(self._folder), tuple(self._parts), digest)
