@@ -5,7 +5,7 @@ BIN := .venv/bin
 READY := .venv/.installed
 SECONDS ?= 60
 # As many processes as cores share the tests; `make test SIDE_BY_SIDE=` runs them one by one.
-SIDE_BY_SIDE ?= -n logical --maxprocesses 4 --dist loadgroup
+SIDE_BY_SIDE ?= -n logical --maxprocesses 4
 PYTEST := $(BIN)/python -m pytest -rfEs $(SIDE_BY_SIDE)
 
 .DEFAULT_GOAL := help

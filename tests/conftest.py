@@ -5,7 +5,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -14,7 +13,7 @@ from manyhands.launch.engines.launcher import Launcher
 from manyhands.launch.engines.local_processes import Local
 from manyhands.launch.engines.memory_segments import create_segments
 from manyhands.testing.namespaces import NAMED, Network, why_not
-from tests.support import shared_memory
+from tests.support import shared_memory, side_by_side
 
 # A busy machine is no bug: no test is judged by how long it took.
 settings.register_profile("calm", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -22,33 +21,17 @@ settings.load_profile("calm")
 
 os.environ[shared_memory.MARK] = str(os.getpid())
 
-HERE = Path(__file__).parent
-
 # Set by torch and scikit-learn when they are imported.
 IGNORED = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_", "KMP_")
 
 
-GROUPS = {
-    "launch/hosts": "hosts",  # several hosts, ssh, mpirun: leases, heartbeats, links that are cut
-    "launch/ray": "hosts",
-    "launch/wire": "hosts",
-    "driver/supervise/test_host_links.py": "hosts",  # these measure the network
-    "stories/test_doctor.py": "hosts",
-    "soak": "hosts",
-    "training/collective/test_mpi.py": "mpi",  # its ranks are started once for all of them
-    "test_surfaces.py": "surfaces",  # and so is its run
-}
-"""Files or folders whose tests one of pytest's processes runs, one after the other; all others go
-to whoever is free. "hosts" are those that judge silence, or use what the machine has once."""
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    return side_by_side.scheduler(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        where = item.path.relative_to(HERE).as_posix()
-        for start, group in GROUPS.items():
-            if where.startswith(start):
-                item.add_marker(pytest.mark.xdist_group(group))
-    # The longest that are in no group come first, so that nobody is waited for at the end.
+    """The longest that are in no group come first, so that nobody is waited for at the end."""
     items.sort(key=lambda item: item.path.name != "test_docs.py")
 
 

@@ -1,15 +1,17 @@
-"""Tests that run side by side do not blame each other for what they find in shared memory."""
+"""Tests that run side by side: who runs what, and that they do not blame each other."""
 
 import os
 import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.support import shared_memory
 from tests.support.shared_memory import MARK, SHARED, left_since
+from tests.support.side_by_side import GROUPS, HERE, scheduler
 
 
 @pytest.fixture
@@ -50,3 +52,49 @@ def test_an_orphan_is_known_by_its_mark(file: Path, whose: str) -> None:
         assert left_since(before(file)) == [file.name] * (whose == "ours")
     finally:
         os.kill(pid, signal.SIGKILL)
+
+
+# ---- groups
+
+
+class Process:
+    """One of pytest's, as the scheduler knows it."""
+
+    gateway, shutting_down = SimpleNamespace(id="gw"), False
+
+    def __init__(self, tests: list[str]) -> None:
+        self.tests = tests
+        self.given: list[str] = []
+
+    def send_runtest_some(self, indices: list[int]) -> None:
+        self.given += [self.tests[i] for i in indices]
+
+    def shutdown(self) -> None:
+        self.shutting_down = True
+
+
+def test_one_process_runs_all_tests_of_a_group() -> None:
+    pytest.importorskip("xdist")
+    hosts = [
+        f"tests/launch/{name}::test_{n}" for n in range(4) for name in ("hosts/a.py", "ray.py")
+    ]
+    others = [f"tests/data/test_{n}.py::test" for n in range(8)]
+    tests = [test for pair in zip(hosts, others, strict=True) for test in pair]
+    option = SimpleNamespace(loadscopereorder=True, tx=["popen"] * 2, numprocesses=2)
+    config = SimpleNamespace(option=option, getvalue=lambda name: getattr(option, name))
+    made = scheduler(config, None)
+    processes = [Process(tests), Process(tests)]
+    made.numnodes = len(processes)
+    for process in processes:
+        made.add_node(process)
+        made.add_node_collection(process, tests)
+    made.schedule()
+    for process in processes:
+        for test in process.given:  # which grows
+            made.mark_test_complete(process, tests.index(test))
+    assert sorted(test for process in processes for test in process.given) == sorted(tests)
+    assert [set(hosts) <= set(process.given) for process in processes] == [True, False]
+
+
+def test_what_is_in_a_group_is_there() -> None:
+    assert not [place for place in GROUPS if not (HERE / place).exists()]
