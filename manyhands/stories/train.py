@@ -37,12 +37,13 @@ def train(call: TrainCall) -> Report:
     `workers` is a number, or "2:8" for as many as there is room for between those; or for as many
     as it takes to train `samples_per_second`, or to `finish_by` "18:30" or "2h" (a datetime or a
     timedelta will do). `hosts` are reached by ssh ("a,b:4"), and others join at `listen`
-    ("0.0.0.0:7077") with the secret that is in `token_file` or, while it trains, in the run folder's
-    join.token. `engine` is "local", "inline", "ray" or "ray://HOST:PORT"; `spread`,
+    ("0.0.0.0:7077") with the secret that is in `token_file` or, while it trains, in the run
+    folder's join.token. `engine` is "local", "inline", "ray" or "ray://HOST:PORT"; `spread`,
     `worker_resources` and `ray_token_file` are for Ray (docs/ray.md). What `ship` names is found by
-    workers on other hosts as well. docs/options.md lists all of them. `settings` are `section.key=value` strings, as `--set` takes them. `on_step` is called in this
-    process with every logged step; giving it logs every step. Raises `RequestError` when the
-    request is wrong, `RunFailed` when the run fails, `Interrupted` after Ctrl-C.
+    workers on other hosts as well. docs/options.md lists all of them. `settings` are
+    `section.key=value` strings, as `--set` takes them. `on_step` is called in this process with
+    every logged step; giving it logs every step. Raises `RequestError` when the request is wrong,
+    `RunFailed` when the run fails, `Interrupted` after Ctrl-C.
     """
     return train_request(call, call)
 
