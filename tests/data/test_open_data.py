@@ -35,7 +35,6 @@ from manyhands.launch.engines.launcher import Launcher
 from manyhands.stories import cross_validate
 from manyhands.values.config import DataConfig
 from manyhands.values.errors import ConfigError, DataDamaged, DataError, RunFailed, TaskError
-from manyhands.values.sizes import megabytes
 from tests.support.prepared_folders import fixed, write_folder
 from tests.support.web import SECRETS, Web
 
@@ -269,11 +268,6 @@ def test_a_cache_that_is_too_small_is_refused_with_the_numbers(
         ready(whole - 1, 1, "replicate")
     ready(whole, 9, "replicate")
     assert len(web.asked) == 1 + SHARDS + 2
-
-
-def test_a_size_is_written_as_it_is_read() -> None:
-    assert megabytes(1) == "1MB" and megabytes(10**6) == "1MB"
-    assert megabytes(2 * (128 << 20)) == "269MB"
 
 
 # ---- before the start
