@@ -2,9 +2,10 @@
 """What encoders need to know of the training records, from one pass over them: a map and a reduce.
 
 `collect` looks at a piece, `merge` joins what was found in all pieces, in their order. Numbers are
-summed without rounding (`moments`) and ranked without regard to order (`sketch`), so facts do not
-depend on how records were cut in pieces; only where a column has more distinct values than can be
-held may its rarest ones (`counts`). Only what some encoding of a column may want is collected.
+summed without rounding (`moments`) and ranked without regard to order (`quantile_sketch`), so facts
+do not depend on how records were cut in pieces; only where a column has more distinct values than
+can be held may its rarest ones (`value_counts`). Only what some encoding of a column may want is
+collected.
 
 NaN and infinite numbers count as missing.
 """

@@ -2,7 +2,7 @@
 """Raw columns → numbers, with encoders that were fitted before. Serving does exactly the same.
 
 What a row becomes depends on that row and on the encoders alone. No value raises: those that
-training never saw have an index (`fitting`), and a row that cannot be encoded at all (no label,
+training never saw have an index (`vocabulary`), and a row that cannot be encoded at all (no label,
 a broken image, `missing=error`) is named by `attempt`.
 """
 

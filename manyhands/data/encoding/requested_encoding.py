@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a column is to be encoded, as people write it: `standard`, `vocabulary:1000`, `image:32x32`.
 
-An encoding is a wish. What it takes from the training records is found by `facts`, and both
-together make something that can be applied (`fitting`).
+What an encoding takes from the training records is found by `column_facts`; both together make
+something that can be applied (`fitted_encoders`).
 """
 
 from typing import Literal, get_args

@@ -183,13 +183,13 @@ def _map_all(
     for name in ("source", "runs", "results"):
         (crew.folder / name).mkdir(exist_ok=True)
     functions = function_digest(map, key)
-    jobs: list[DataTask] = []
+    tasks: list[DataTask] = []
     for chunk in _chunks(crew, source, memory_bytes):
-        name = f"{len(jobs):06}"
+        name = f"{len(tasks):06}"
         what = digest_of(functions, memory_bytes, msgspec.msgpack.encode(chunk))
         args = (crew.folder, name, chunk, map, key, memory_bytes)
-        jobs.append(DataTask(name, _map_chunk, args, chunk.nbytes, what))
-    return [run for mapped in crew.do("map", jobs, Mapped) for run in mapped.runs]
+        tasks.append(DataTask(name, _map_chunk, args, chunk.nbytes, what))
+    return [run for mapped in crew.do("map", tasks, Mapped) for run in mapped.runs]
 
 
 def _chunks(
@@ -298,15 +298,15 @@ def _not_plain(what: str, trouble: NotPlain) -> str:
 def _fewer(crew: Crew, runs: list[SortedRun], memory_bytes: int) -> list[SortedRun]:
     most, level = fan_in(memory_bytes), 1
     while len(runs) > most:
-        jobs: list[DataTask] = []
+        tasks: list[DataTask] = []
         for start in range(0, len(runs), most):
             some = runs[start : start + most]
-            name = f"{len(jobs):06}"
+            name = f"{len(tasks):06}"
             args = (crew.folder / "runs", f"merged-{level}-{name}.run", some, memory_bytes)
             what = digest_of(memory_bytes, msgspec.msgpack.encode(some))
             nbytes = sum(block.nbytes for run in some for block in run.blocks)
-            jobs.append(DataTask(name, _merge, args, nbytes, what))
-        runs, level = crew.do(f"merge-{level}", jobs, SortedRun), level + 1
+            tasks.append(DataTask(name, _merge, args, nbytes, what))
+        runs, level = crew.do(f"merge-{level}", tasks, SortedRun), level + 1
     return runs
 
 
@@ -321,14 +321,14 @@ def _reduce_all(
     crew: Crew, runs: list[SortedRun], reduce: Reduce | None, to: Path | None, memory_bytes: int
 ) -> list[ResultsFile]:
     function = function_digest(reduce)
-    jobs: list[DataTask] = []
+    tasks: list[DataTask] = []
     for part in ranges(runs, min(SHARE_BYTES, memory_bytes)):
-        name = f"{len(jobs):05}"
+        name = f"{len(tasks):05}"
         what = digest_of(function, memory_bytes, str(to), msgspec.msgpack.encode(part))
         args = (crew.folder, name, part, reduce, to, memory_bytes)
         nbytes = sum(block.nbytes for run in part.runs for block in run.blocks)
-        jobs.append(DataTask(name, _reduce_range, args, nbytes, what))
-    return crew.do("reduce", jobs, ResultsFile)
+        tasks.append(DataTask(name, _reduce_range, args, nbytes, what))
+    return crew.do("reduce", tasks, ResultsFile)
 
 
 def _reduce_range(

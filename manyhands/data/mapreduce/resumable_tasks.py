@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Named tasks over any `concurrent.futures.Executor`, each finished one kept on disk.
 
-A phase is a list of independent jobs. What a job returned is written to `<phase>/<name>.done` by
-the driver alone, whole and durable; the next time, a job with the same phase, name and key is not
-run again. Jobs must therefore be repeatable: one that was killed half-way is run once more.
+A phase is a list of independent tasks. What a task returned is written to `<phase>/<name>.done` by
+the driver alone, whole and durable; the next time, a task with the same phase, name and key is not
+run again. Tasks must therefore be repeatable: one that was killed half-way is run once more.
 
 Invariant: `Crew.do` returns the same list whatever the executor, the number of workers, and however
-often it was interrupted before. At most 2 x workers jobs are under way at any time.
+often it was interrupted before. At most 2 x workers tasks are under way at any time.
 """
 
 import errno
@@ -52,7 +52,7 @@ class DataTask:
 class PhaseProgress:
     phase: str
     done: int
-    """Jobs that are finished, those of an earlier run included."""
+    """Tasks that are finished, those of an earlier run included."""
     total: int
     done_bytes: int
     total_bytes: int
@@ -67,9 +67,9 @@ class Submits(Protocol):
 class Crew:
     """Runs phases. Use it as a context: leaving it ends the processes it started.
 
-    Without an executor the jobs run in `workers` processes of its own, or right here when there is
-    one worker, or nothing but a single job to do. `executor` needs only `submit`; `workers` then
-    says how many jobs it runs at once, and whoever made it closes it.
+    Without an executor the tasks run in `workers` processes of its own, or right here when there is
+    one worker, or nothing but a single task to do. `executor` needs only `submit`; `workers` then
+    says how many tasks it runs at once, and whoever made it closes it.
     """
 
     def __init__(
@@ -105,31 +105,31 @@ class Crew:
             self.pool.close(hurry=hurry)
             self.pool = None
 
-    def do(self, phase: str, jobs: Sequence[DataTask], result: type[T]) -> list[T]:
-        """The results of all jobs, in their order.
+    def do(self, phase: str, tasks: Sequence[DataTask], result: type[T]) -> list[T]:
+        """The results of all tasks, in their order.
 
-        When a job fails, those that have begun are waited for and kept, and the first failure in
-        the order of jobs is raised: a DataError as it is, anything else as DataTaskFailed.
+        When a task fails, those that have begun are waited for and kept, and the first failure in
+        the order of tasks is raised: a DataError as it is, anything else as DataTaskFailed.
         """
-        kept = _PhaseTasks(self.folder / phase, jobs, result, self.progress)
-        todo = deque(i for i in range(len(jobs)) if not kept.reuse(i))
+        kept = _PhaseTasks(self.folder / phase, tasks, result, self.progress)
+        todo = deque(i for i in range(len(tasks)) if not kept.reuse(i))
         if self.executor is None and (self.workers == 1 or (not self.pool and len(todo) == 1)):
             for i in todo:
-                kept.finish(i, _work(jobs[i], phase))
+                kept.finish(i, _work(tasks[i], phase))
             return kept.results()
         while todo:
             lost = self._run(todo, kept)
             if lost and self.executor is not None:
-                raise DataTaskFailed(_died(phase, [jobs[i].name for i in lost], "died"))
+                raise DataTaskFailed(_died(phase, [tasks[i].name for i in lost], "died"))
             # One by one: now it is known which of them, if any, kills its process. Whether it had
             # begun when the pool broke is not, so each may die once more.
             for i in lost:
                 if self._run(deque([i]), kept) and self._run(deque([i]), kept):
-                    raise DataTaskFailed(_died(phase, [jobs[i].name], "died twice"))
+                    raise DataTaskFailed(_died(phase, [tasks[i].name], "died twice"))
         return kept.results()
 
     def _run(self, todo: deque[int], kept: "_PhaseTasks[T]") -> list[int]:
-        """Run jobs until there are none, or until a process dies: then those that were lost."""
+        """Run tasks until there are none, or until a process dies: then those that were lost."""
         under_way: dict[Future[bytes], int] = {}
         ended: SimpleQueue[Future[bytes]] = SimpleQueue()
         failed: dict[int, ManyhandsError] = {}
@@ -139,7 +139,7 @@ class Crew:
                 while todo and len(under_way) < 2 * self.workers and not failed and not lost:
                     i = todo.popleft()
                     try:
-                        future = self._submit(kept.jobs[i], kept.folder.name)
+                        future = self._submit(kept.tasks[i], kept.folder.name)
                     except BrokenExecutor:
                         lost.append(i)
                         break
@@ -155,7 +155,7 @@ class Crew:
                 if isinstance(error, BrokenExecutor):
                     lost.append(i)
                 elif isinstance(error, Exception):
-                    failed[i] = _explained(error, kept.folder.name, kept.jobs[i].name)
+                    failed[i] = _explained(error, kept.folder.name, kept.tasks[i].name)
                     for other in list(under_way):
                         other.cancel()
                 else:
@@ -171,24 +171,24 @@ class Crew:
             raise failed[min(failed)] from None
         return sorted(lost)
 
-    def _submit(self, job: DataTask, phase: str) -> Future[bytes]:
+    def _submit(self, task: DataTask, phase: str) -> Future[bytes]:
         try:
             # The executor's own pickle knows neither lambdas nor what is defined in __main__.
-            call = cloudpickle.dumps((job.run, job.args))
+            call = cloudpickle.dumps((task.run, task.args))
         except Exception as error:
             raise DataError(
-                f"{phase}, task {job.name}: cannot be sent to a worker: {error}. Open files, locks "
-                "and connections inside the function, not outside."
+                f"{phase}, task {task.name}: cannot be sent to a worker: {error}. Open files, "
+                "locks and connections inside the function, not outside."
             ) from error
         if self.executor is not None:
-            return self.executor.submit(_call, call, phase, job.name)
+            return self.executor.submit(_call, call, phase, task.name)
         if self.pool is None:
             self.pool = Pool(self.workers)
-        return self.pool.submit(_call, call, phase, job.name)
+        return self.pool.submit(_call, call, phase, task.name)
 
 
 def _call(call: bytes, phase: str, name: str) -> bytes:
-    """In a worker: the job's result, encoded. Only the driver's own calls come this way."""
+    """In a worker: the task's result, encoded. Only the driver's own calls come this way."""
     try:
         run, args = pickle.loads(call)
     except Exception as error:
@@ -196,12 +196,12 @@ def _call(call: bytes, phase: str, name: str) -> bytes:
     return _work(DataTask(name, run, args), phase)
 
 
-def _work(job: DataTask, phase: str) -> bytes:
+def _work(task: DataTask, phase: str) -> bytes:
     try:
-        return msgspec.msgpack.encode(job.run(*job.args))
+        return msgspec.msgpack.encode(task.run(*task.args))
     except Exception as error:
         # Tracebacks do not travel: what is worth knowing is put into words here.
-        raise _explained(error, phase, job.name) from None
+        raise _explained(error, phase, task.name) from None
 
 
 def _explained(error: Exception, phase: str, name: str) -> ManyhandsError:
@@ -239,24 +239,24 @@ class _PhaseTasks(Generic[T]):
     def __init__(
         self,
         folder: Path,
-        jobs: Sequence[DataTask],
+        tasks: Sequence[DataTask],
         result: type[T],
         progress: Callable[[PhaseProgress], None] | None,
     ) -> None:
-        self.folder, self.jobs, self.progress = folder, jobs, progress
+        self.folder, self.tasks, self.progress = folder, tasks, progress
         self.decoder = msgspec.msgpack.Decoder(result)
         self.found: dict[int, T] = {}
         self.done_bytes = 0
-        self.total_bytes = sum(job.nbytes for job in jobs)
-        names = {job.name for job in jobs}
-        assert len(names) == len(jobs), "two jobs of a phase have the same name"
+        self.total_bytes = sum(task.nbytes for task in tasks)
+        names = {task.name for task in tasks}
+        assert len(names) == len(tasks), "two tasks of a phase have the same name"
         assert not any("/" in name or name.startswith(".") for name in names)
         with _disk(folder):
             folder.mkdir(parents=True, exist_ok=True)
 
     def reuse(self, i: int) -> bool:
-        """Whether this job was finished before. A checkpoint that cannot be read counts for
-        nothing: the job is simply done again."""
+        """Whether this task was finished before. A checkpoint that cannot be read counts for
+        nothing: the task is simply done again."""
         with suppress(OSError, msgspec.DecodeError):
             done = msgspec.msgpack.decode(self._path(i).read_bytes(), type=_FinishedTask)
             if done.digest == self._digest(i):
@@ -271,27 +271,27 @@ class _PhaseTasks(Generic[T]):
         self._add(i, result)
 
     def results(self) -> list[T]:
-        return [self.found[i] for i in range(len(self.jobs))]
+        return [self.found[i] for i in range(len(self.tasks))]
 
     def _add(self, i: int, result: T) -> None:
         self.found[i] = result
-        self.done_bytes += self.jobs[i].nbytes
+        self.done_bytes += self.tasks[i].nbytes
         if self.progress is not None:
             self.progress(
                 PhaseProgress(
                     self.folder.name,
                     len(self.found),
-                    len(self.jobs),
+                    len(self.tasks),
                     self.done_bytes,
                     self.total_bytes,
                 )
             )
 
     def _path(self, i: int) -> Path:
-        return self.folder / f"{self.jobs[i].name}.done"
+        return self.folder / f"{self.tasks[i].name}.done"
 
     def _digest(self, i: int) -> str:
-        return digest_of(self.folder.name, self.jobs[i].name, self.jobs[i].key)
+        return digest_of(self.folder.name, self.tasks[i].name, self.tasks[i].key)
 
 
 @contextmanager

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dividing: which split every staged record belongs to, and the proof that nothing leaks.
 
-A record's split is a pure function of the record (`split.assign`), so it does not matter who
+A record's split is a pure function of the record (`split_rule.assign`), so it does not matter who
 computes it. Two things need a look at all records at once. They are done by map and reduce over
 partitions of 64-bit hashes, so that memory stays bounded:
 
 - **links**: records of one id with different keys must land on one side too. Pairs of (id, key)
-  are partitioned by id; an id with several keys links them (`links`).
+  are partitioned by id; an id with several keys links them (`linked_records`).
 - **leakage**: ids, contents and groups that are in more than one split. Counted after the fact,
   from what was assigned, so that the report does not believe the rule.
 """

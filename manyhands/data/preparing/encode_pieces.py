@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tasks of making do, each with one piece or one shard.
+"""What the tasks that make shards do, each with one piece or one shard.
 
     fit       facts of a piece's training records
     apply     a piece's rows encoded and spilled, grouped by the shard they belong to

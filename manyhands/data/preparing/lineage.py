@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from manyhands.data.columns.arrays import nulls, whole
 from manyhands.data.columns.schema import ID, Schema, column_of
-from manyhands.data.encoding import unseen_values as strangers
+from manyhands.data.encoding import unseen_values
 from manyhands.data.encoding.encoders import classes_of
 from manyhands.data.encoding.fitted_encoders import Classes, Fitted
 from manyhands.data.encoding.unseen_values import UnseenValues
@@ -51,7 +51,7 @@ def merged(parts: Sequence[Account]) -> Account:
     return Account(
         _sum(part.sampled_out for part in parts),
         _sum(part.resampled for part in parts),
-        strangers.merged(part.unseen for part in parts),
+        unseen_values.merged(part.unseen for part in parts),
     )
 
 
@@ -201,7 +201,7 @@ def hints(fitted: Mapping[str, Fitted], lineage: Mapping[str, Any]) -> list[str]
         if shown:
             found.append(
                 f"hint: labels of '{name}' differ only in case, white space or a full stop at the "
-                f"end: {'; '.join(shown[: strangers.EXAMPLES])}. They count as different; if they "
-                "should not, mend the raw files."
+                f"end: {'; '.join(shown[: unseen_values.EXAMPLES])}. They count as different; if "
+                "they should not, mend the raw files."
             )
     return found

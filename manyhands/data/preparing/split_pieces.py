@@ -99,7 +99,7 @@ def _moments(prep: Preparation, pieces: Pieces, rule: SplitRule, key: str) -> tu
     for turn in range(64):
         if quantile.done:
             return quantile.found
-        jobs = [
+        tasks = [
             DataTask(
                 f"{turn}-{k:06}",
                 assign_splits.count_times,
@@ -108,7 +108,7 @@ def _moments(prep: Preparation, pieces: Pieces, rule: SplitRule, key: str) -> tu
             )
             for k, path in enumerate(pieces.paths)
         ]
-        counted = prep.crew.do("moments", jobs, Counted)
+        counted = prep.crew.do("moments", tasks, Counted)
         quantile = quantile.narrow(quantile.merge(c.counts for c in counted))
     raise AssertionError("the moments were not found")
 

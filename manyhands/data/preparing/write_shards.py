@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Making: divided records → encoded, shuffled shards and their manifest.
+"""Divided records → encoded, shuffled shards and their manifest.
 
-What each task does is in `applying`; here it is told which tasks there are, and what their results
-come to together.
+What each task does is in `encode_pieces`; here it is told which tasks there are, and what their
+results come to together.
 """
 
 from collections.abc import Mapping, Sequence
@@ -178,7 +178,7 @@ class _Fitter:
         folder.mkdir(exist_ok=True)
         training = [k for k, side in enumerate(sides) if side == 0]
         key = digest_of(self.prep.key, repr((asked, training)))
-        jobs = [
+        tasks = [
             DataTask(
                 f"{k:06}",
                 encode_pieces.fit,
@@ -197,7 +197,7 @@ class _Fitter:
             )
             for k, (piece, stem) in enumerate(zip(self.pieces, self.division.stems, strict=True))
         ]
-        done = self.prep.crew.do(f"{self.prefix}fit", jobs, Fit)
+        done = self.prep.crew.do(f"{self.prefix}fit", tasks, Fit)
         facts = merge(Path(d.file).read_bytes() for d in done)
         fitted = {c.name: self._finish(c, facts[c.name], asked.get(c.name)) for c in self.packed}
         return fitted, {name: statistics(f) for name, f in facts.items()}

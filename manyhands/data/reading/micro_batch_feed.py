@@ -2,7 +2,7 @@
 """Micro-batches by step and index, and held-out batches by index: pure in (seed, step, index).
 
 Fetching runs in the caller's thread. Where it may draw random numbers (a Dataset that augments),
-`seed` is called first, with a key of its own, so that what is drawn depends on nothing else.
+`seeder` is called first, with a key of its own, so that what is drawn depends on nothing else.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prepared data as records: any batch, from shards that are opened when they are needed.
 
-Memory holds the shards of at most two windows of the order (`data.order.ShardOrder`): the one that
-is being read, and the next, which is opened and checked in the background. Batches are copies, so
+Memory holds the shards of at most two windows of the order (`shuffle_windows`): the one that is
+being read, and the next, which is opened and checked in the background. Batches are copies, so
 closing a shard is safe.
 
 Invariant: what a batch holds depends on the folder, the options, the record numbers and the visit;

@@ -49,7 +49,7 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
     raw: Schema = ()
     """Of the raw records."""
     encoders: dict[str, Any] = {}
-    """By raw column: how it is encoded, with what was fitted. `data.prepare.encode` reads it."""
+    """By raw column: how it is encoded, with what was fitted. `encoders.Encoders` reads it."""
     split: str = ""
     """The rule, as it was given."""
     lineage: dict[str, Any] = {}

@@ -3,9 +3,9 @@
 
 So splits never move: not when files are cut otherwise, nor when records are added, nor when other
 columns are encoded. Records with the same content are always together; so are, for rules that
-draw lots, records with the same id (`links`).
+draw lots, records with the same id (`linked_records`).
 
-A rule by a quantile of time needs its moment found first (`quantile`); a rule that links ids
+A rule by a quantile of time needs its moment found first (`exact_quantiles`); a rule that links ids
 needs the table of links:
 
     rule = parse_split("time=when:0.8")

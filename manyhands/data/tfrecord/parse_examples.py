@@ -2,7 +2,7 @@
 """tf.train.Example, thousands at a time: records → an Arrow table.
 
 An Example is a map from names to lists of bytes, of float32 or of int64, as a protobuf message.
-Where the values are is found by scanning; here they become columns, whose types are given or
+Where the values are is found by `scan_features`; here they become columns, whose types are given or
 inferred.
 
 Invariant: rows + bad == records, in order. Nothing is raised for what a record holds.

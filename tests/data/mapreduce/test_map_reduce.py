@@ -188,20 +188,6 @@ def test_what_cannot_be_sent_is_said(tmp_path: Path) -> None:
         crew.do("x", [DataTask(n, lambda: lock) for n in "ab"], Square)
 
 
-@pytest.mark.parametrize(
-    ("size", "number"),
-    [("512MB", 512 * 10**6), ("1GiB", 1 << 30), ("2g", 2 << 30), ("1.5 KiB", 1536), (77, 77)],
-)
-def test_sizes(size: str | int, number: int) -> None:
-    assert parse_bytes(size) == number
-
-
-@pytest.mark.parametrize("size", ["", "much", "1XB", "-5", "0", 0, "1.2.3MB"])
-def test_what_is_not_a_size_is_refused(size: str | int) -> None:
-    with pytest.raises(DataError, match="is not a size"):
-        parse_bytes(size)
-
-
 # ---- a script of somebody, in a process of its own; without `if __name__ == "__main__"`
 
 SCRIPT = """

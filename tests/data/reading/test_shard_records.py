@@ -28,7 +28,7 @@ from manyhands.data.shards.shard_columns import Ragged
 from manyhands.launch.engines.launcher import Launcher
 from manyhands.training.compute.seeds import seed_everything
 from manyhands.values.errors import DataDamaged, DataError
-from tests.data.shards.test_shard_file import flip
+from tests.data.shards.test_damaged_blocks import flip
 from tests.support.prepared_folders import fixed, mixed_table, row_bytes, write_folder
 
 SIZES = (13, 0, 7, 20)

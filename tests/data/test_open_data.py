@@ -271,11 +271,6 @@ def test_a_cache_that_is_too_small_is_refused_with_the_numbers(
     assert len(web.asked) == 1 + SHARDS + 2
 
 
-def test_a_size_is_written_as_it_is_read() -> None:
-    assert megabytes(1) == "1MB" and megabytes(10**6) == "1MB"
-    assert megabytes(2 * (128 << 20)) == "269MB"
-
-
 # ---- before the start
 
 
