@@ -33,7 +33,6 @@ from manyhands.data.shards.manifest import Manifest, read_manifest, write_manife
 from manyhands.data.shards.prepared_url import RemoteFolder, folder_of
 from manyhands.launch.engines.launcher import Launcher
 from manyhands.stories import cross_validate
-from manyhands.values.byte_sizes import megabytes
 from manyhands.values.config import DataConfig
 from manyhands.values.errors import ConfigError, DataDamaged, DataError, RunFailed, TaskError
 from tests.support.prepared_folders import fixed, write_folder

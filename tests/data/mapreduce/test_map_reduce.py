@@ -30,7 +30,6 @@ from manyhands.data.mapreduce.function_digest import function_digest
 from manyhands.data.mapreduce.map_reduce import map_reduce
 from manyhands.data.mapreduce.plain_values import decode, encode, key_bytes, key_value
 from manyhands.data.mapreduce.resumable_tasks import Crew, DataTask, PhaseProgress
-from manyhands.values.byte_sizes import parse_bytes
 from manyhands.values.errors import DataDamaged, DataError
 
 # ---- tasks

@@ -1,9 +1,9 @@
 """Numbers of bytes, as people write and read them."""
 
 import pytest
+from manyhands.values.sizes import megabytes, parse_bytes, shown_bytes
 
 from manyhands.values.errors import DataError
-from manyhands.values.sizes import megabytes, parse_bytes, shown_bytes
 
 
 @pytest.mark.parametrize(
