@@ -13,7 +13,7 @@ import msgspec
 import pyarrow as pa
 
 from manyhands.data.columns.schema import ID, RECORD_BITS
-from manyhands.data.mapreduce.resumable_tasks import Crew, digest_of
+from manyhands.data.mapreduce.resumable_tasks import TaskRunner, digest_of
 from manyhands.data.mapreduce.stage_sources import stage_sources
 from manyhands.data.sources.open_sources import Options, open_sources
 from manyhands.data.sources.staging import read_piece
@@ -50,13 +50,13 @@ def _readable(table: pa.Table) -> pa.Table:
     return table
 
 
-def stage_rows(crew: Crew, files: Sequence[str], target_bytes: int) -> list[FileRows]:
+def stage_rows(runner: TaskRunner, files: Sequence[str], target_bytes: int) -> list[FileRows]:
     """All rows of these files, in order, in pieces of about this size."""
-    sources = open_sources(files, Options(), spool=crew.folder / "spool", target=target_bytes)
+    sources = open_sources(files, Options(), spool=runner.folder / "spool", target=target_bytes)
     names = [file for source in sources for file in source.files]
     key = digest_of(*map(_as_it_is, names), target_bytes)
-    folder = crew.folder / "pieces"
-    staged = stage_sources(crew, sources, {}, target_bytes, folder, key=key)
+    folder = runner.folder / "pieces"
+    staged = stage_sources(runner, sources, {}, target_bytes, folder, key=key)
     return [
         FileRows(str(folder / piece.file), file, staged.types, piece.nbytes, key)
         for one, file in zip(staged.stages, staged.files, strict=True)

@@ -61,7 +61,7 @@ from manyhands.data.mapreduce.results_folder import (
     finish,
     write_lines,
 )
-from manyhands.data.mapreduce.resumable_tasks import Crew, DataTask, Submits, digest_of
+from manyhands.data.mapreduce.resumable_tasks import DataTask, Submits, TaskRunner, digest_of
 from manyhands.values.byte_sizes import parse_bytes
 from manyhands.values.errors import DataError, DataTaskFailed, ManyhandsError
 from manyhands.values.task import user_traceback
@@ -117,11 +117,11 @@ def map_reduce(
         claim_folder(target)
     with (
         _work_folder(target, work) as folder,
-        Crew(folder, workers=workers, executor=executor) as crew,
+        TaskRunner(folder, workers=workers, executor=executor) as runner,
     ):
-        runs = _map_all(crew, source, map, key, memory_bytes)
-        runs = _fewer(crew, runs, memory_bytes)
-        parts = _reduce_all(crew, runs, reduce, target, memory_bytes)
+        runs = _map_all(runner, source, map, key, memory_bytes)
+        runs = _fewer(runner, runs, memory_bytes)
+        parts = _reduce_all(runner, runs, reduce, target, memory_bytes)
         if target is not None:
             return finish(target, parts)
         found = [part.run for part in parts if part.run is not None]
@@ -178,36 +178,36 @@ class Mapped(msgspec.Struct, frozen=True):
 
 
 def _map_all(
-    crew: Crew, source: RecordSource, map: Map | None, key: Key | None, memory_bytes: int
+    runner: TaskRunner, source: RecordSource, map: Map | None, key: Key | None, memory_bytes: int
 ) -> list[SortedRun]:
     for name in ("source", "runs", "results"):
-        (crew.folder / name).mkdir(exist_ok=True)
+        (runner.folder / name).mkdir(exist_ok=True)
     functions = function_digest(map, key)
     tasks: list[DataTask] = []
-    for chunk in _chunks(crew, source, memory_bytes):
+    for chunk in _chunks(runner, source, memory_bytes):
         name = f"{len(tasks):06}"
         what = digest_of(functions, memory_bytes, msgspec.msgpack.encode(chunk))
-        args = (crew.folder, name, chunk, map, key, memory_bytes)
+        args = (runner.folder, name, chunk, map, key, memory_bytes)
         tasks.append(DataTask(name, _map_chunk, args, chunk.nbytes, what))
-    return [run for mapped in crew.do("map", tasks, Mapped) for run in mapped.runs]
+    return [run for mapped in runner.do("map", tasks, Mapped) for run in mapped.runs]
 
 
 def _chunks(
-    crew: Crew, source: RecordSource, memory_bytes: int
+    runner: TaskRunner, source: RecordSource, memory_bytes: int
 ) -> Iterable["RecordChunk | FileRows"]:
     most = min(CHUNK_BYTES, memory_bytes // 4)
     if isinstance(source, str | Path):
-        return _rows(crew, [source], most)
+        return _rows(runner, [source], most)
     if isinstance(source, list) and source and all(isinstance(s, Path) for s in source):
-        return _rows(crew, source, most)
-    return _written(crew.folder / "source", source, most, block_bytes(memory_bytes))
+        return _rows(runner, source, most)
+    return _written(runner.folder / "source", source, most, block_bytes(memory_bytes))
 
 
-def _rows(crew: Crew, files: Iterable[str | Path], most: int) -> "list[FileRows]":
+def _rows(runner: TaskRunner, files: Iterable[str | Path], most: int) -> "list[FileRows]":
     # Parsers of every format are imported by those who read files.
     from manyhands.data.mapreduce.file_rows import stage_rows
 
-    return stage_rows(crew, [str(file) for file in files], most)
+    return stage_rows(runner, [str(file) for file in files], most)
 
 
 def _written(
@@ -295,18 +295,18 @@ def _not_plain(what: str, trouble: NotPlain) -> str:
 # ---- merge, when there are more runs than can be merged at once
 
 
-def _fewer(crew: Crew, runs: list[SortedRun], memory_bytes: int) -> list[SortedRun]:
+def _fewer(runner: TaskRunner, runs: list[SortedRun], memory_bytes: int) -> list[SortedRun]:
     most, level = fan_in(memory_bytes), 1
     while len(runs) > most:
         tasks: list[DataTask] = []
         for start in range(0, len(runs), most):
             some = runs[start : start + most]
             name = f"{len(tasks):06}"
-            args = (crew.folder / "runs", f"merged-{level}-{name}.run", some, memory_bytes)
+            args = (runner.folder / "runs", f"merged-{level}-{name}.run", some, memory_bytes)
             what = digest_of(memory_bytes, msgspec.msgpack.encode(some))
             nbytes = sum(block.nbytes for run in some for block in run.blocks)
             tasks.append(DataTask(name, _merge, args, nbytes, what))
-        runs, level = crew.do(f"merge-{level}", tasks, SortedRun), level + 1
+        runs, level = runner.do(f"merge-{level}", tasks, SortedRun), level + 1
     return runs
 
 
@@ -318,17 +318,21 @@ def _merge(folder: Path, name: str, runs: Sequence[SortedRun], memory_bytes: int
 
 
 def _reduce_all(
-    crew: Crew, runs: list[SortedRun], reduce: Reduce | None, to: Path | None, memory_bytes: int
+    runner: TaskRunner,
+    runs: list[SortedRun],
+    reduce: Reduce | None,
+    to: Path | None,
+    memory_bytes: int,
 ) -> list[ResultsFile]:
     function = function_digest(reduce)
     tasks: list[DataTask] = []
     for part in ranges(runs, min(SHARE_BYTES, memory_bytes)):
         name = f"{len(tasks):05}"
         what = digest_of(function, memory_bytes, str(to), msgspec.msgpack.encode(part))
-        args = (crew.folder, name, part, reduce, to, memory_bytes)
+        args = (runner.folder, name, part, reduce, to, memory_bytes)
         nbytes = sum(block.nbytes for run in part.runs for block in run.blocks)
         tasks.append(DataTask(name, _reduce_range, args, nbytes, what))
-    return crew.do("reduce", tasks, ResultsFile)
+    return runner.do("reduce", tasks, ResultsFile)
 
 
 def _reduce_range(

@@ -5,8 +5,8 @@ A phase is a list of independent tasks. What a task returned is written to `<pha
 the driver alone, whole and durable; the next time, a task with the same phase, name and key is not
 run again. Tasks must therefore be repeatable: one that was killed half-way is run once more.
 
-Invariant: `Crew.do` returns the same list whatever the executor, the number of workers, and however
-often it was interrupted before. At most 2 x workers tasks are under way at any time.
+Invariant: `TaskRunner.do` returns the same list whatever the executor, the number of workers, and
+however often it was interrupted before. At most 2 x workers tasks are under way at any time.
 """
 
 import errno
@@ -64,7 +64,7 @@ class Submits(Protocol):
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]: ...
 
 
-class Crew:
+class TaskRunner:
     """Runs phases. Use it as a context: leaving it ends the processes it started.
 
     Without an executor the tasks run in `workers` processes of its own, or right here when there is
@@ -88,7 +88,7 @@ class Crew:
         self.executor = executor
         self.pool: Pool | None = None
 
-    def __enter__(self) -> "Crew":
+    def __enter__(self) -> "TaskRunner":
         return self
 
     def __exit__(

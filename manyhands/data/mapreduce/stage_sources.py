@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from manyhands.data.columns.schema import RECORD_BITS
-from manyhands.data.mapreduce.resumable_tasks import Crew, DataTask, digest_of
+from manyhands.data.mapreduce.resumable_tasks import DataTask, TaskRunner, digest_of
 from manyhands.data.sources.cutting.source import Chunk, Source
 from manyhands.data.sources.staging import Stage, joined_types, stage, too_narrow
 from manyhands.values.errors import DataError
@@ -28,7 +28,7 @@ class StagedSources:
 
 
 def stage_sources(
-    crew: Crew,
+    runner: TaskRunner,
     sources: Sequence[Source],
     given: Mapping[str, str],
     target_bytes: int,
@@ -55,7 +55,7 @@ def stage_sources(
         for n in numbers:
             args = (*chunks[n], n, types, target_bytes, str(folder), skip)
             tasks.append(DataTask(f"{n:06}", stage, args, chunks[n][2].nbytes, what))
-        return crew.do(phase, tasks, Stage)
+        return runner.do(phase, tasks, Stage)
 
     stages = staged(range(len(chunks)), given, "stage")
     types = joined_types(stages, given, one_is_list=one_is_list)

@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 
 from manyhands.data.columns.schema import RECORD_BITS
-from manyhands.data.mapreduce.resumable_tasks import Crew
+from manyhands.data.mapreduce.resumable_tasks import TaskRunner
 from manyhands.data.preparing import write_shards
 from manyhands.data.preparing.assign_splits import Division
 from manyhands.data.preparing.preparation import Preparation, target_bytes
@@ -67,8 +67,10 @@ def prepare(request: PrepareRequest, executor: Executor | None = None) -> Manife
         target = target_bytes(limit, _size_of(opened))
         key = recipe.digest(options, target, *_facts(opened))
         claim(work, key, folder)
-        with Crew(work, workers=request.workers, executor=executor, progress=progress) as crew:
-            prep = Preparation(folder, recipe, crew, limit, target, key, quiet)
+        with TaskRunner(
+            work, workers=request.workers, executor=executor, progress=progress
+        ) as runner:
+            prep = Preparation(folder, recipe, runner, limit, target, key, quiet)
             for note in (note for source in opened for note in source.notes):
                 prep.note(note)
             manifest = _make(prep, opened)

@@ -5,7 +5,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from manyhands.data.mapreduce.resumable_tasks import Crew
+from manyhands.data.mapreduce.resumable_tasks import TaskRunner
 from manyhands.data.preparing.recipe import Recipe
 from manyhands.data.preparing.work_folder import WORK
 from manyhands.values.wrap_text import wrapped
@@ -20,7 +20,7 @@ _DATA_PARTS, _LEAST_BYTES = 256, 4 << 20
 class Preparation:
     folder: Path
     recipe: Recipe
-    crew: Crew
+    runner: TaskRunner
     memory: int
     """For each worker."""
     target_bytes: int

@@ -21,7 +21,7 @@ from manyhands.values.errors import DataError
 
 
 def divide_all(prep: Preparation, pieces: Pieces, rule: SplitRule) -> Division:
-    schema, paths, crew = pieces.schema, pieces.paths, prep.crew
+    schema, paths, runner = pieces.schema, pieces.paths, prep.runner
     by_role = {c.role: c.name for c in reversed(schema)}
     group = rule.column if rule.kind == "group" else by_role.get("group", "")
     names = Names(by_role.get("id", ""), group, by_role.get("label", ""))
@@ -38,7 +38,7 @@ def divide_all(prep: Preparation, pieces: Pieces, rule: SplitRule) -> Division:
         links = _links(prep, pieces, rule, names, parts, key)
     if rule.open:
         rule = msgspec.structs.replace(rule, moments=_moments(prep, pieces, rule, key))
-    divided = crew.do(
+    divided = runner.do(
         "divide",
         [
             DataTask(
@@ -51,7 +51,7 @@ def divide_all(prep: Preparation, pieces: Pieces, rule: SplitRule) -> Division:
         ],
         Divided,
     )
-    leaks = crew.do(
+    leaks = runner.do(
         "leaks",
         [
             DataTask(f"{part:04}", assign_splits.leaks, (stems, part), key=key)
@@ -81,13 +81,13 @@ def _links(
         )
         for k, (path, stem) in enumerate(zip(pieces.paths, stems, strict=True))
     ]
-    prep.crew.do("pair", pair, type(None))
+    prep.runner.do("pair", pair, type(None))
     found = [str(folder / f"linking-{part:04}.npy") for part in range(parts)]
     link = [
         DataTask(f"{k:04}", assign_splits.link, (stems, k, to), key=key)
         for k, to in enumerate(found)
     ]
-    prep.crew.do("link", link, type(None))
+    prep.runner.do("link", link, type(None))
     to = folder / "links.npy"
     assign_splits.join_links(found, to)
     return str(to)
@@ -108,7 +108,7 @@ def _moments(prep: Preparation, pieces: Pieces, rule: SplitRule, key: str) -> tu
             )
             for k, path in enumerate(pieces.paths)
         ]
-        counted = prep.crew.do("moments", tasks, Counted)
+        counted = prep.runner.do("moments", tasks, Counted)
         quantile = quantile.narrow(quantile.merge(c.counts for c in counted))
     raise AssertionError("the moments were not found")
 

@@ -49,7 +49,7 @@ class Pieces:
 def stage_all(prep: Preparation, sources: Sequence[Source]) -> Pieces:
     recipe, folder = prep.recipe, prep.work / "pieces"
     staged = stage_sources(
-        prep.crew,
+        prep.runner,
         sources,
         recipe.types,
         prep.target_bytes,

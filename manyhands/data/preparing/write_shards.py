@@ -84,7 +84,7 @@ def make(
     spills = prep.work / f"{prefix}spills"
     spills.mkdir(exist_ok=True)
     paths = [spills / f"{k:06}.spill" for k in range(len(pieces))]
-    applied = prep.crew.do(
+    applied = prep.runner.do(
         f"{prefix}apply",
         [
             DataTask(
@@ -102,7 +102,7 @@ def make(
     label = plan.label if isinstance(fitted.get(plan.label), Classes) else ""
     wanted = [(split, bucket) for split in range(len(names)) for bucket in range(buckets[split])]
     stems = [f"{names[split]}-{bucket:05}" for split, bucket in wanted]
-    shards = prep.crew.do(
+    shards = prep.runner.do(
         f"{prefix}shuffle",
         [
             DataTask(
@@ -197,7 +197,7 @@ class _Fitter:
             )
             for k, (piece, stem) in enumerate(zip(self.pieces, self.division.stems, strict=True))
         ]
-        done = self.prep.crew.do(f"{self.prefix}fit", tasks, Fit)
+        done = self.prep.runner.do(f"{self.prefix}fit", tasks, Fit)
         facts = merge(Path(d.file).read_bytes() for d in done)
         fitted = {c.name: self._finish(c, facts[c.name], asked.get(c.name)) for c in self.packed}
         return fitted, {name: statistics(f) for name, f in facts.items()}

@@ -29,7 +29,7 @@ from manyhands.data.mapreduce.external_sort import Sorter, merged, ranges
 from manyhands.data.mapreduce.function_digest import function_digest
 from manyhands.data.mapreduce.map_reduce import map_reduce
 from manyhands.data.mapreduce.plain_values import decode, encode, key_bytes, key_value
-from manyhands.data.mapreduce.resumable_tasks import Crew, DataTask, PhaseProgress
+from manyhands.data.mapreduce.resumable_tasks import DataTask, PhaseProgress, TaskRunner
 from manyhands.values.errors import DataDamaged, DataError
 
 # ---- tasks
@@ -110,9 +110,11 @@ def test_results_come_in_order_and_are_kept(tmp_path: Path, how: str) -> None:
     with ThreadPoolExecutor(3) as threads:
         executor = {"threads": threads, "submit only": SubmitOnly()}.get(how)
         workers = 1 if how == "inline" else 2
-        with Crew(tmp_path, workers=workers, executor=executor, progress=seen.append) as crew:
+        with TaskRunner(
+            tmp_path, workers=workers, executor=executor, progress=seen.append
+        ) as runner:
             for n in (7, 9):
-                results = crew.do("square", squares(log, n), Square)
+                results = runner.do("square", squares(log, n), Square)
                 assert [r.n for r in results] == [i * i for i in range(n)]
     assert sorted(noted(log)) == sorted(str(i) for i in range(9))
     assert seen[-1] == PhaseProgress("square", 9, 9, 90, 90)
@@ -120,12 +122,12 @@ def test_results_come_in_order_and_are_kept(tmp_path: Path, how: str) -> None:
 
 def test_another_key_or_a_damaged_checkpoint_is_done_again(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    with Crew(tmp_path, workers=1) as crew:
-        crew.do("square", squares(log, 3, "a"), Square)
-        crew.do("square", squares(log, 3, "b"), Square)
+    with TaskRunner(tmp_path, workers=1) as runner:
+        runner.do("square", squares(log, 3, "a"), Square)
+        runner.do("square", squares(log, 3, "b"), Square)
         assert len(noted(log)) == 6
         (tmp_path / "square" / "001.done").write_bytes(b"\x93half")
-        crew.do("square", squares(log, 3, "b"), Square)
+        runner.do("square", squares(log, 3, "b"), Square)
     assert noted(log)[6:] == ["1"]
 
 
@@ -133,29 +135,29 @@ def test_another_key_or_a_damaged_checkpoint_is_done_again(tmp_path: Path) -> No
 def test_the_first_failure_is_named_and_the_rest_is_kept(tmp_path: Path, workers: int) -> None:
     log = tmp_path / "log"
     jobs = [DataTask(f"{i:03}", fails, (i, log, (5, 6))) for i in range(40)]
-    with Crew(tmp_path, workers=workers) as crew:
+    with TaskRunner(tmp_path, workers=workers) as runner:
         with pytest.raises(DataError, match="cannot do 5") as caught:
-            crew.do("fail", jobs, Square)
+            runner.do("fail", jobs, Square)
         assert "task 005" in str(caught.value) and "test_map_reduce.py" in str(caught.value)
         assert len(noted(log)) < 38, "what had not begun was cancelled"
         done = [DataTask(j.name, fails, (i, log, ())) for i, j in enumerate(jobs)]
-        assert [r.n for r in crew.do("fail", done, Square)] == [i * i for i in range(40)]
+        assert [r.n for r in runner.do("fail", done, Square)] == [i * i for i in range(40)]
     assert sorted(map(int, noted(log))) == list(range(40))
 
 
 def test_a_killed_worker_is_replaced(tmp_path: Path) -> None:
     log = tmp_path / "log"
     jobs = [DataTask(f"{i:03}", dies, (i, log, int(i in (3, 9)))) for i in range(12)]
-    with Crew(tmp_path, workers=2) as crew:
-        assert [r.n for r in crew.do("die", jobs, Square)] == [i * i for i in range(12)]
+    with TaskRunner(tmp_path, workers=2) as runner:
+        assert [r.n for r in runner.do("die", jobs, Square)] == [i * i for i in range(12)]
 
 
 def test_a_task_that_always_kills_its_worker_is_named(tmp_path: Path) -> None:
     log = tmp_path / "log"
     jobs = [DataTask(f"{i:03}", dies, (i, log, 99 if i == 4 else 0)) for i in range(8)]
     died = pytest.raises(DataError, match=r"task 004 died twice .* is kept")
-    with Crew(tmp_path, workers=2) as crew, died:
-        crew.do("die", jobs, Square)
+    with TaskRunner(tmp_path, workers=2) as runner, died:
+        runner.do("die", jobs, Square)
     assert (tmp_path / "die" / "000.done").exists()
     assert noted(log).count("4") == 3  # with others, and twice alone
 
@@ -168,23 +170,23 @@ def test_a_broken_executor_of_others_is_told(tmp_path: Path) -> None:
             return super().submit(fn, *args, **kwargs)
 
     gone = pytest.raises(DataError, match="that ran task 002 died")
-    with Crew(tmp_path, workers=2, executor=Broken()) as crew, gone:
-        crew.do("square", squares(tmp_path / "log", 4), Square)
+    with TaskRunner(tmp_path, workers=2, executor=Broken()) as runner, gone:
+        runner.do("square", squares(tmp_path / "log", 4), Square)
     assert (tmp_path / "square" / "001.done").exists()
 
 
 def test_only_a_few_jobs_are_under_way(tmp_path: Path) -> None:
     counting = Counting()
-    with Crew(tmp_path, workers=2, executor=counting) as crew:
-        crew.do("square", squares(tmp_path / "log", 30), Square)
+    with TaskRunner(tmp_path, workers=2, executor=counting) as runner:
+        runner.do("square", squares(tmp_path / "log", 30), Square)
     counting.threads.shutdown()
     assert counting.peak <= 4
 
 
 def test_what_cannot_be_sent_is_said(tmp_path: Path) -> None:
     lock, refused = Lock(), pytest.raises(DataError, match="cannot be sent")
-    with Crew(tmp_path, workers=2) as crew, refused:
-        crew.do("x", [DataTask(n, lambda: lock) for n in "ab"], Square)
+    with TaskRunner(tmp_path, workers=2) as runner, refused:
+        runner.do("x", [DataTask(n, lambda: lock) for n in "ab"], Square)
 
 
 # ---- a script of somebody, in a process of its own; without `if __name__ == "__main__"`

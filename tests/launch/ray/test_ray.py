@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import manyhands as mh
-from manyhands.data.mapreduce.resumable_tasks import Crew, DataTask
+from manyhands.data.mapreduce.resumable_tasks import DataTask, TaskRunner
 from manyhands.launch.choose_engine import open_engine
 from manyhands.launch.engines.launcher import Launcher
 from manyhands.launch.ray import ray_placement_groups
@@ -256,14 +256,14 @@ def test_tasks_that_kill_their_process_are_run_again_and_told_at_last(
     executor: RayExecutor, tmp_path: Path
 ) -> None:
     log = tmp_path / "log"
-    with Crew(tmp_path, workers=2, executor=executor) as crew:
+    with TaskRunner(tmp_path, workers=2, executor=executor) as runner:
         jobs = [DataTask(str(n), dies, (n, log, 1 if n == 2 else 0)) for n in range(4)]
-        assert [s.n for s in crew.do("some", jobs, Square)] == [0, 1, 4, 9]
+        assert [s.n for s in runner.do("some", jobs, Square)] == [0, 1, 4, 9]
         with pytest.raises(DataTaskFailed, match="task 9 died"):
-            crew.do("always", [DataTask("9", dies, (9, log, 99))], Square)
+            runner.do("always", [DataTask("9", dies, (9, log, 99))], Square)
         with pytest.raises(DataError, match="cannot do 5"):
-            crew.do("raises", [DataTask("5", fails, (5, log, (5,)))], Square)
-        assert crew.do("after", [DataTask("3", square, (3, log))], Square)[0].n == 9
+            runner.do("raises", [DataTask("5", fails, (5, log, (5,)))], Square)
+        assert runner.do("after", [DataTask("3", square, (3, log))], Square)[0].n == 9
 
 
 @needs_ray
