@@ -156,7 +156,7 @@ def on_ray(to: Path, **how: Any) -> mh.Report:
 
 def daemons(session: Session) -> list[int]:
     found = ray_processes(str(session.folder / "token")) if session.folder else []
-    return [pid for pid in found if process_name(pid).startswith("ray::Lodge")]
+    return [pid for pid in found if process_name(pid).startswith("ray::DaemonActor")]
 
 
 def events(run: Path, kind: str) -> list[dict[str, Any]]:
@@ -466,7 +466,7 @@ def test_a_killed_driver_leaves_nothing_on_the_cluster(
 
     def left() -> list[str]:
         names = [process_name(pid) for host in nodes.net.hosts for pid in host.pids()]
-        return [name for name in names if "Lodge" in name or "manyhands" in name]
+        return [name for name in names if "DaemonActor" in name or "manyhands" in name]
 
     until(lambda: not left(), 20)
     again = Run(nodes, tmp_path / "again")
