@@ -200,8 +200,8 @@ def test_a_worker_process_that_dies_is_replaced(tmp_path: Path) -> None:
         "    while True:\n"
         "        time.sleep(0.05)\n"
         "        found = Path(f'/proc/self/task/{os.getpid()}/children').read_text().split()\n"
-        "        busy = [int(p) for p in found if b'spawn' + b'_main' in "  # in pieces: a child that
-        # has not begun yet shows this very text as its own
+        # In pieces: a child that has not begun yet shows this very text as its own.
+        "        busy = [int(p) for p in found if b'spawn' + b'_main' in "
         "Path(f'/proc/{p}/cmdline').read_bytes()]\n"
         "        if busy and (Path(sys.argv[2]) / '.work' / 'stage').exists():\n"
         "            os.kill(busy[0], signal.SIGKILL)\n"
