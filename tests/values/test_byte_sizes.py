@@ -1,8 +1,8 @@
 """Numbers of bytes, as people write and read them."""
 
 import pytest
-from manyhands.values.sizes import megabytes, parse_bytes, shown_bytes
 
+from manyhands.values.byte_sizes import megabytes, parse_bytes, shown_bytes
 from manyhands.values.errors import DataError
 
 
