@@ -36,11 +36,11 @@ def train(
         _train_folds(request, json)
         return
     if fold is not None:
-        request = replace(request, settings=(*request.settings, f"data.fold={fold}"))
+        request = request.but(settings=(*request.settings, f"data.fold={fold}"))
     with _started(request, quiet=request.quiet or json) as attached:
         from manyhands.stories.train import train_request
 
-        report = train_request(replace(request, quiet=request.quiet or json), attached)
+        report = train_request(request.but(quiet=request.quiet or json), attached)
     _show_report(report, json, request.quiet)
 
 
@@ -83,7 +83,7 @@ def resume(request: ResumeRequest, json: JsonFlag = False) -> None:
     with _started(request, quiet=request.quiet or json) as attached:
         from manyhands.stories.train import resume_request
 
-        report = resume_request(replace(request, quiet=request.quiet or json), attached)
+        report = resume_request(request.but(quiet=request.quiet or json), attached)
     _show_report(report, json, request.quiet)
 
 
@@ -96,7 +96,6 @@ def demo(
     file = Path(__file__).parent.parent / "zoo" / "digits.py"
     folder = to or new_run_path(Path("runs"), "demo")
     rough = RunRequest(file, to=folder, workers=workers, quiet=quiet)
-    calm = replace(rough, to=folder.with_name(f"{folder.name}-calm"), quiet=True)
     with _started(rough, quiet=quiet) as attached:
         from manyhands.stories.train import train_request
 
@@ -106,6 +105,7 @@ def demo(
         _show_report(report, False, quiet)
         if not quiet:
             print("\nThe same again, and nobody is killed:")
+        calm = replace(rough, to=folder.with_name(f"{folder.name}-calm"), quiet=True)
         again = train_request(calm, attached)
     if not quiet:
         same = "the same bits" if again.fingerprint == report.fingerprint else "DIFFERENT"

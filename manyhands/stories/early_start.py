@@ -5,6 +5,7 @@ Importing this imports neither torch nor the driver.
 """
 
 import gc
+import importlib
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -37,6 +38,8 @@ def started_early(where: Where) -> "Generator[Attached]":
 def _import_driver() -> None:
     """Importing torch makes a million objects; looking for garbage costs 0.4 s."""
     gc.disable()
-
-    gc.freeze()
-    gc.enable()
+    try:
+        importlib.import_module("manyhands.stories.train")
+        gc.freeze()
+    finally:
+        gc.enable()

@@ -18,6 +18,9 @@ from manyhands.values.run_options import EvaluateRequest
 from manyhands.values.world import World
 from manyhands.worker.scoring import evaluation_of, measured
 
+LEVEL = 4
+"""From a warning here to the line that called `mh.evaluate`."""
+
 
 @taking(EvaluateRequest)
 def evaluate(request: EvaluateRequest) -> dict[str, float]:
@@ -30,11 +33,11 @@ def evaluate(request: EvaluateRequest) -> dict[str, float]:
 
 def evaluate_request(request: EvaluateRequest) -> dict[str, float]:
     folder = open_run(Path(request.run))
-    chosen = _committed(folder, request.step)
+    chosen = _committed(folder, request.step, LEVEL + 1)
     config, _ = read_toml(folder.config)
     loaded, notes = reload(folder, request.task)
     for note in notes:
-        warnings.warn(note, stacklevel=4)
+        warnings.warn(note, stacklevel=LEVEL)
     _, held_out = open_data(loaded.task.data, loaded.task.held_out, config.data)
     if held_out is None:
         raise RunDirError(f"the task of {folder.root} has no held-out records to evaluate on.")
@@ -53,11 +56,11 @@ def evaluate_request(request: EvaluateRequest) -> dict[str, float]:
 def fingerprint(run: str | Path, *, step: int | None = None) -> str:
     """SHA-256 over names, shapes, dtypes and bytes of a saved step's weights and buffers."""
     folder = open_run(Path(run))
-    chosen = _committed(folder, step)
+    chosen = _committed(folder, step, 3)
     return fingerprint_of(FolderStorage(folder).get(chosen, MODEL))
 
 
-def _committed(run: RunDir, step: int | None) -> int:
+def _committed(run: RunDir, step: int | None, level: int) -> int:
     """The step asked for, or the newest good one."""
     storage = FolderStorage(run)
     steps = storage.steps()
@@ -67,7 +70,7 @@ def _committed(run: RunDir, step: int | None) -> int:
             found = f" ({'; '.join(problems)})" if problems else ""
             raise RunDirError(f"{run.root} holds no checkpoint yet{found}.")
         for problem in problems:
-            warnings.warn(f"{problem}; using step {newest} instead", stacklevel=3)
+            warnings.warn(f"{problem}; using step {newest} instead", stacklevel=level)
         return newest
     if step in steps:
         for name in storage.manifest(step).files:

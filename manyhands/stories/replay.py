@@ -83,8 +83,7 @@ def replay(
     engine = Where(engine="local" if debug is None else "inline")
     losses: dict[int, float] = {}
     sweep()
-    scratch = Scratch("replay")
-    with launched(engine, launcher) as hands, closing(scratch):
+    with closing(Scratch("replay")) as scratch, launched(engine, launcher) as hands:
         again = _copy(folder, scratch.path / "run", first)
         job = ResolvedRun(
             run=again,

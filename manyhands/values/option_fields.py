@@ -65,21 +65,33 @@ def command_option(of: "Field[Any]") -> CommandOption | None:
     return of.metadata.get("cli")
 
 
-@cache
 def help_texts(group: type) -> Mapping[str, str]:
     """Field → the text underneath it, also of the groups that it inherits."""
     found: dict[str, str] = {}
     for kind in reversed(group.__mro__[:-1]):
-        body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
-        assert isinstance(body, ast.ClassDef)
-        for line, following in zip(body.body, body.body[1:], strict=False):
-            if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
-                match following:
-                    case ast.Expr(value=ast.Constant(value=str(text))):
-                        found[line.target.id] = " ".join(text.split())
-                    case _:
-                        pass
+        found |= _own_texts(kind)
     return {each.name: found.get(each.name, "") for each in fields(group)}
+
+
+@cache
+def _own_texts(group: type) -> Mapping[str, str]:
+    """Nothing where the source is not at hand: options then have no help, and still work."""
+    try:
+        (body,) = ast.parse(textwrap.dedent(inspect.getsource(group))).body
+    except (OSError, TypeError):
+        return {}
+    assert isinstance(body, ast.ClassDef)
+    found: dict[str, str] = {}
+    for line, following in zip(body.body, body.body[1:], strict=False):
+        match line, following:
+            case (
+                ast.AnnAssign(target=ast.Name(id=name)),
+                ast.Expr(value=ast.Constant(value=str(text))),
+            ):
+                found[name] = " ".join(text.split())
+            case _:
+                pass
+    return found
 
 
 def taking(request: Callable[P, T]) -> Callable[[Callable[[T], R]], Callable[P, R]]:
@@ -88,6 +100,10 @@ def taking(request: Callable[P, T]) -> Callable[[Callable[[T], R]], Callable[P, 
     def made(function: Callable[[T], R]) -> Callable[P, R]:
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                signature.bind(*args, **kwargs)
+            except TypeError as error:
+                raise TypeError(f"{function.__name__}(): {error}") from None
             return function(request(*args, **kwargs))
 
         result = inspect.signature(function).return_annotation

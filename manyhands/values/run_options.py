@@ -6,10 +6,10 @@ Plain data, without anything that is alive: it can be kept, sent and made by the
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from manyhands.values.config import RunConfig
 from manyhands.values.option_fields import argument, option
@@ -46,6 +46,12 @@ class Spoken:
     """Print warnings and errors only."""
     asked: float = field(init=False, default_factory=time.time)
     """When; seconds since 1970."""
+
+    def but(self, **changes: Any) -> Self:
+        """The same with other values, asked for at the same time."""
+        changed = replace(self, **changes)
+        object.__setattr__(changed, "asked", self.asked)
+        return changed
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ import selectors
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 from manyhands.launch.engines.fork_agent import KillWorker, StartWorker, WorkerExit, WorkerStarted
@@ -30,13 +31,13 @@ class ManyHosts:
     def __init__(self, entry: str, fds: tuple[int, int], listening: Listening) -> None:
         self.fds = fds
         self.traits = LauncherTraits(listens=listening.addresses[0], many_hosts=True)
-        try:
-            self.hosts = JoinedHosts(listening, fds[0])
-        except BaseException:
+        with ExitStack() as undo:
             for fd in fds:
-                os.close(fd)
-            raise
-        self.here = Local(entry, fds) if self.hosts.here_slots else None
+                undo.callback(os.close, fd)
+            self.hosts = JoinedHosts(listening, fds[0])
+            undo.callback(self.hosts.close)
+            self.here = Local(entry, fds) if self.hosts.here_slots else None
+            undo.pop_all()
         self.at: dict[int, str] = {}
         """worker → host; "" is this one."""
         self.doomed: set[int] = set()

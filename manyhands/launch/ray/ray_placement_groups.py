@@ -45,7 +45,7 @@ REST_S = 2.0
 """Before a bundle is used again whose daemon has died."""
 TOLD_TO_GO = 130
 FAILURES = 5
-"""Porters that may fail one after the other before any has joined."""
+"""daemons that may fail one after the other before any has joined."""
 
 
 class DaemonActor:
@@ -248,7 +248,7 @@ class RayHosts:
         return bool(keys)
 
     def _staff(self, group: _Group) -> None:
-        """Porters for bundles that are placed and have none."""
+        """daemons for bundles that are placed and have none."""
         empty = [i for i in range(group.size) if i not in group.bundles]
         now = time.monotonic()
         if not empty or now < group.resting or self.failures >= FAILURES:
