@@ -14,7 +14,7 @@ inherits the groups that it needs, and is final.
 import ast
 import functools
 import inspect
-import textwrap
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from functools import cache
@@ -69,20 +69,24 @@ def help_texts(group: type) -> Mapping[str, str]:
     """Field → the text underneath it, also of the groups that it inherits."""
     found: dict[str, str] = {}
     for kind in reversed(group.__mro__[:-1]):
-        found |= _own_texts(kind)
+        found |= _texts_in(kind.__module__).get(kind.__qualname__, {})
     return {each.name: found.get(each.name, "") for each in fields(group)}
 
 
 @cache
-def _own_texts(group: type) -> Mapping[str, str]:
-    """Nothing where the source is not at hand: options then have no help, and still work."""
+def _texts_in(module: str) -> Mapping[str, Mapping[str, str]]:
+    """By class. Nothing where the source is not at hand: options then have no help, and still
+    work. A module is parsed once: that is a good part of what `--help` takes."""
     try:
-        (body,) = ast.parse(textwrap.dedent(inspect.getsource(group))).body
-    except (OSError, TypeError):
+        body = ast.parse(inspect.getsource(sys.modules[module])).body
+    except (KeyError, OSError, TypeError):
         return {}
-    assert isinstance(body, ast.ClassDef)
+    return {kind.name: _texts_of(kind) for kind in body if isinstance(kind, ast.ClassDef)}
+
+
+def _texts_of(kind: ast.ClassDef) -> Mapping[str, str]:
     found: dict[str, str] = {}
-    for line, following in zip(body.body, body.body[1:], strict=False):
+    for line, following in zip(kind.body, kind.body[1:], strict=False):
         match line, following:
             case (
                 ast.AnnAssign(target=ast.Name(id=name)),
