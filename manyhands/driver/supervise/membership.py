@@ -168,11 +168,18 @@ def _lacking(now: Situation) -> int:
         return 0
     ending = any(w.left is not None for w in now.workers.values())
     staying = [w for w in now.workers.values() if w.alive and not w.leaving]
+    staying += [w for w in now.workers.values() if _may_have_finished(w)]
     if ending:  # one is enough to finish what somebody did not
         unfinished = any(w.left is None for w in now.members())
         return 1 if unfinished and not staying else 0
     most = now.wanted + now.witnesses
     return max(0, (most if now.capacity is None else min(most, now.capacity)) - len(staying))
+
+
+def _may_have_finished(worker: WorkerState) -> bool:
+    """Its end was seen, and that it had finished its work may be read next."""
+    ended = worker.phase == "gone" and worker.exit is not None and worker.exit.code == 0
+    return ended and may_still_explain(worker)
 
 
 # ---- losses

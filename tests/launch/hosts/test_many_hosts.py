@@ -113,7 +113,7 @@ def test_a_killed_worker(
     victims |= {"first": there[:1], "all of it": there}
     run.now()
     kill(*victims[which])
-    run.view_of(2, 3)
+    run.view_of(2, 3, 4)
     run.view_of(4)
     run.step()
     assert run.finish() == calm(kind)
@@ -154,7 +154,7 @@ def test_a_killed_agent(go: Go, calm: Calm, warm: Warm, hosts: tuple[Host, ...])
     run = go({b: 2, c: 1}, "own")
     run.now()
     kill(warm.agent(b))
-    run.view_of(2, 3)
+    run.view_of(2, 3, 4)
     run.view_of(4)
     assert run.finish() == calm("own")
     assert run.recoveries == 1
