@@ -214,7 +214,7 @@ TABLE: list[tuple[str, Situation, list[str]]] = [
     # ---- the end
     ("one is done", now(done, IN, IN), []),
     ("all are done", now(done, done, done), ["finish as 0 did"]),
-    ("the end of some is read before their last words", now(done, ended(0, 0.1), ended(0, 0.2)), []),
+    ("some ends are read before last words", now(done, ended(0, 0.1), ended(0, 0.2)), []),
     ("... the end of all", now(ended(0, 0.1), ended(0, 0.1), ended(0, 0.2)), []),
     ("... and there were none", now(done, ended(0, 9.0), ended(0, 9.0)),
      ["start 1", "break: rank 1"]),
