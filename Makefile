@@ -4,12 +4,13 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.installed
 SECONDS ?= 60
+VERSIONS ?= 2.12.1 2.15.0
 # As many processes as cores share the tests; `make test SIDE_BY_SIDE=` runs them one by one.
 SIDE_BY_SIDE ?= -n logical --maxprocesses 4
 PYTEST := $(BIN)/python -m pytest -rfEs $(SIDE_BY_SIDE)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup tools demo test test-all check format bench docs soak soak-hosts clean
+.PHONY: help setup tools demo test test-all test-versions check format bench docs soak soak-hosts clean
 
 help:  ## show this
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -48,6 +49,9 @@ test: setup tools  ## run the tests
 
 test-all: setup tools  ## run the tests, the slow ones too
 	$(PYTEST)
+
+test-versions: setup  ## the same bits on other torch: make test-versions VERSIONS="2.12.1 2.15.0@python3.12"
+	$(BIN)/python -m tests.versions $(VERSIONS)
 
 check: setup tools  ## format, lint, types, tests
 	$(BIN)/ruff format --check .

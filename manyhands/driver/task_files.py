@@ -72,8 +72,7 @@ def reload(run: RunDir, task: Task | None) -> tuple[Loaded, list[str]]:
         notes.append("the training data is not what the run began with; results may differ")
     for name, version in _versions().items():
         if note.versions.get(name) != version:
-            then = note.versions.get(name)
-            notes.append(f"the run began with {name} {then}, this is {version}; bits may differ")
+            notes.append(_other_version(name, note.versions.get(name), version))
     return loaded, notes
 
 
@@ -98,6 +97,13 @@ def _versions() -> dict[str, str]:
         "torch": str(torch.__version__),
         "manyhands": VERSION,
     }
+
+
+def _other_version(name: str, then: str | None, now: str) -> str:
+    note = f"the run began with {name} {then}, this is {now}; bits may differ"
+    if name == "torch" and then is not None:  # its kernels are what computes
+        note += f". To compute what it would have, use that one: pip install torch=={then}"
+    return note
 
 
 def weights_file(config: RunConfig) -> str | None:

@@ -9,6 +9,7 @@ from torch.optim import lr_scheduler as lr
 
 import manyhands as mh
 from manyhands.launch.engines.launcher import Launcher
+from manyhands.stories.replay import replay
 from manyhands.values.errors import ConfigError, RunDirError
 from manyhands.values.planned_faults import FaultPlan
 from manyhands.values.run_folder import RunDir, locked
@@ -109,6 +110,21 @@ def test_what_cannot_be_resumed_says_why(launcher: Launcher, tmp_path: Path) -> 
     shutil.rmtree(folder / "checkpoints" / "step-00000002")
     with pytest.raises(RunDirError, match="no checkpoint to resume from"):
         resume(task=make("cnn"))
+
+
+def test_a_run_of_another_torch_says_so_and_how_to_go_on_exactly(
+    launcher: Launcher, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    run(launcher, folder, "cnn", 1, "train.steps=2")
+    note = folder / "task" / "task.json"
+    note.write_text(note.read_text().replace(f'"{torch.__version__}"', '"2.9.1"'))
+    mh.resume(folder, make("cnn"), settings=["train.steps=3"], quiet=True, launcher=launcher)
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"began with torch 2.9.1, this is {torch.__version__}; bits may differ" in said
+    assert "pip install torch==2.9.1" in said
+    replay(folder, make("cnn"), step=2, launcher=launcher)
+    assert "began with torch 2.9.1" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_run_can_start_from_the_weights_of_another(launcher: Launcher, tmp_path: Path) -> None:
