@@ -6,6 +6,7 @@ are committed and deleted, scores judged; and at the end there is a report, a ve
 about how to resume.
 """
 
+import math
 import os
 import platform
 import shutil
@@ -53,6 +54,8 @@ class Bookkeeping:
         live = [s for c in book.changes if c.step <= first_step for s in live_settings(c.settings)]
         self.live = LiveSettings(job.config.with_settings(live))
         self.losses: dict[int, float] = {}
+        self.logged = first_step
+        """The last step that was written down."""
         self.incidents = 0
         self.doing = "running"
         self.storage = FolderStorage(job.run)
@@ -107,6 +110,9 @@ class Bookkeeping:
         self.losses = {beat.step: beat.loss}
         self.outputs.progress(self.progress)
         for record in beat.steps:
+            if record.step <= self.logged:  # who came later does not know who has told it
+                continue
+            self.logged = record.step
             event = events.Stepped(
                 step=record.step,
                 epoch=record.epoch,
@@ -128,6 +134,7 @@ class Bookkeeping:
         self, view: View, step: int, groups: list[dict[str, Any]], schedule: list[str]
     ) -> None:
         self.live.groups, self.live.schedule = groups, schedule
+        self.logged = min(self.logged, step)
         workers = [m.worker for m in view.members]
         self.book.begin(step, view.generation, workers, view.speeds)
         self.progress.workers = len(workers)
@@ -228,8 +235,10 @@ class Bookkeeping:
     # ---- how it ends
 
     def finish(self, done: Done) -> Report:
-        step = done.leader.step
-        self.book.close_at(step, self.live.rates(), done.leader.loss, durable=True)
+        step, loss = done.leader.step, done.leader.loss
+        if math.isnan(loss):  # it came after the last step, and whoever took it is gone
+            loss = self.losses.get(step, math.nan)
+        self.book.close_at(step, self.live.rates(), loss, durable=True)
         self.storage.sweep()  # what somebody began to save who did not live to finish it
         weights = self.job.run.step(step) / MODEL
         mark = fingerprint(weights)
@@ -245,7 +254,7 @@ class Bookkeeping:
             step=step,
             epochs=step / self.plan.steps_per_epoch,
             because=done.leader.because,
-            loss=done.leader.loss,
+            loss=loss,
             scores=scores,
             fingerprint=mark,
             workers=self.progress.workers,

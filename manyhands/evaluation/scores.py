@@ -90,11 +90,11 @@ def _measure_one(
         made: Any = evaluation.predict(model, batch)
         if not isinstance(made, tuple | list) or len(made) != 2:
             raise TaskError("predict must return two tensors: (predictions, targets).")
-        predictions, targets = (torch.as_tensor(t).detach().cpu() for t in made)
+        predictions, targets = (_rows(torch.as_tensor(t).detach().cpu(), records) for t in made)
         for name, metric in evaluation.metrics().items():
-            states[name] = _states(metric, predictions, targets)
+            states[name] = _states(name, metric, predictions, targets)
         if evaluation.functions():
-            outputs = (_to_array(predictions), _to_array(targets))
+            outputs = (to_array(predictions), to_array(targets))
     counted = float(records) if weight is None else weight
     return BatchResult(index, records, loss.item(), counted, states, outputs)
 
@@ -109,7 +109,7 @@ def combine(evaluation: Evaluation, results: Sequence[BatchResult]) -> dict[str,
     functions = evaluation.functions()
     if functions:
         outputs = [r.outputs for r in ordered if r.outputs is not None]
-        pairs = [(_from_array(p), _from_array(t)) for p, t in outputs]
+        pairs = [(from_array(p), from_array(t)) for p, t in outputs]
         for name, function in functions.items():
             scores.update(_numbers(name, _called(function, pairs)))
     return scores
@@ -133,12 +133,26 @@ def _blank(metric: Metric) -> Any:
     return blank
 
 
-def _states(metric: Metric, predictions: Tensor, targets: Tensor) -> dict[str, list[ScoreArray]]:
+def _rows(tensor: Tensor, records: int) -> Tensor:
+    """One row per record: `squeeze()` takes away the only one of a batch of one."""
+    return tensor.view(1) if tensor.dim() == 0 and records == 1 else tensor
+
+
+def _states(
+    score: str, metric: Metric, predictions: Tensor, targets: Tensor
+) -> dict[str, list[ScoreArray]]:
     fresh = _blank(metric)
     fresh.update(predictions, targets)
     found: dict[str, list[ScoreArray]] = {}
     for name, value in fresh.metric_state.items():
-        found[name] = [_to_array(t) for t in (value if isinstance(value, list) else [value])]
+        tensors: list[Any] = value if isinstance(value, list) else [value]
+        if strange := [t for t in tensors if not isinstance(t, Tensor) or t.is_sparse]:
+            raise TaskError(
+                f"the score '{score}' keeps {type(strange[0]).__name__} in its state '{name}', and "
+                "only dense tensors can be sent to the worker that puts all of them together. Give "
+                "a function of all predictions and targets instead."
+            )
+        found[name] = [to_array(t) for t in tensors]
     return found
 
 
@@ -147,7 +161,7 @@ def _merged(metric: Metric, states: Sequence[dict[str, list[ScoreArray]]]) -> An
     merged = _blank(metric)
     reductions: Any = merged._reductions  # pyright: ignore[reportPrivateUsage]
     for name, reduction in reductions.items():
-        parts = [[_from_array(a) for a in s[name]] for s in states]
+        parts = [[from_array(a) for a in s[name]] for s in states]
         if reduction.__name__ == "dim_zero_cat":
             value: Any = [t for part in parts for t in part]
         else:
@@ -200,13 +214,16 @@ def _numbers(name: str, value: Any) -> dict[str, float]:
     return {name: float(value)}
 
 
-def _to_array(tensor: Tensor) -> ScoreArray:
-    raw = tensor.detach().cpu().contiguous()
+def to_array(tensor: Tensor) -> ScoreArray:
+    """The values, whatever the strides. (`contiguous()` keeps those of a tensor of one element, and
+    what is to be looked at as bytes must have none.)"""
+    raw = torch.empty(tensor.shape, dtype=tensor.dtype)
+    raw.copy_(tensor.detach())
     name = str(raw.dtype).removeprefix("torch.")
-    return ScoreArray(name, tuple(raw.shape), raw.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return ScoreArray(name, tuple(raw.shape), raw.view(-1).view(torch.uint8).numpy().tobytes())
 
 
-def _from_array(array: ScoreArray) -> Tensor:
+def from_array(array: ScoreArray) -> Tensor:
     dtype = getattr(torch, array.dtype)
     if not array.data:
         return torch.empty(array.shape, dtype=dtype)

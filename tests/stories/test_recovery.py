@@ -290,6 +290,28 @@ def test_the_verdict_of_a_recovery(go: Go) -> None:
     assert re.search("[23] workers went on", verdict["decided"])  # a quick replacement counts
 
 
+@pytest.mark.parametrize(
+    ("at_step", "at", "settings"),
+    [
+        (STEPS, "save", ()),
+        (STEPS, "written", ("train.collective=gloo",)),
+        (STEPS - 1, "share", ()),
+    ],
+)
+def test_the_loss_outlives_those_who_took_the_last_step(
+    go: Go, at_step: int, at: str, settings: tuple[str, ...]
+) -> None:
+    calm = go(None, *settings, name="calm", scored=True)
+    faults = FaultPlan()
+    for rank in range(3):
+        faults = faults.kill(rank=rank, at_step=at_step, at=at)
+    report = go(faults, *settings, scored=True)
+    assert report.recoveries >= 1
+    assert (report.loss, report.scores) == (calm.loss, calm.scores)
+    logged = [event.step for event in seen(report, events.Stepped)]  # type: ignore[attr-defined]
+    assert logged.count(STEPS) == 1
+
+
 def test_losses_without_progress_end_the_run(go: Go) -> None:
     faults = FaultPlan()
     for rank in range(20):  # they may go in pairs, and the first four steps count as progress once

@@ -151,6 +151,8 @@ class Regrouping:
             self.outcomes.commit(self._recall(levels, high - 1), told)
             self.undo_log.put_buffers(high, committed)
         self.undo_log.summed[:] = 0
+        if told := levels.recall(FACTS, high - 1):  # they may all be new who are here now
+            self.replica.facts = self.form.facts(self.form.read(high - 1, told), told)
 
     def _recall(self, levels: TwoLevel, step: int) -> StepTally:
         return self.form.read(step, levels.recall(FACTS, step))

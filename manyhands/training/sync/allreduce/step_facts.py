@@ -108,25 +108,28 @@ class Form:
         headers = [m.view(np.float64)[:HEADER].tolist() for m in everyone]
         if audited is not None and len({h[5] for h in headers} - {0.0}) > 1:
             raise AuditMismatch(cut.step, audited)
-        losses, scales, total = tally.columns[0], tally.scales, tally.total
-        for index, loss in enumerate(losses):
+        for index, loss in enumerate(tally.columns[0]):
             if not math.isfinite(loss):
                 owner = next(rank for rank, r in enumerate(tally.ranges) if index in r)
                 raise LossNotFinite(owner, cut.step, index, loss, ())
         _see_that_all_was_read(cut, tally)
         if len(set(tally.columns[4])) > 1:
             raise TaskError(CHANGING_NAMES)
-        if total == 0:
+        if tally.total == 0:
             raise TaskError(f"all weights that the loss returned in step {cut.step} are 0.")
+        return self.facts(tally, everyone)
+
+    def facts(self, tally: StepTally, everyone: Sequence[Bytes]) -> StepFacts:
+        """Of a step that may be taken, or was."""
+        scales, total = tally.scales, tally.total
         names = _names_of(tally, everyone)
         values: list[list[float]] = tally.rows[:, COLUMNS : COLUMNS + len(names)].T.tolist()
-        numbers = {n: _mean(v, scales, total) for n, v in zip(names, values, strict=True)}
         return StepFacts(
-            step=cut.step,
-            loss=_mean(losses, scales, total),
-            records=sum(cut.sizes),
-            agreed=int(min(h[0] for h in headers)),
-            numbers=numbers,
+            step=tally.step,
+            loss=_mean(tally.columns[0], scales, total),
+            records=int(sum(tally.columns[3])),
+            agreed=int(min(m.view(np.float64)[0] for m in everyone)),
+            numbers={n: _mean(v, scales, total) for n, v in zip(names, values, strict=True)},
         )
 
 
