@@ -60,6 +60,11 @@ def test_the_tables_of_options_are_those_of_the_code() -> None:
     assert doc_tables.written(text) == text, "make docs writes them anew"
 
 
+def test_the_manual_says_which_settings_are_part_of_the_result() -> None:
+    text = doc_tables.SETTINGS_PAGE.read_text()
+    assert doc_tables.with_effects(text) == text, "make docs writes it anew"
+
+
 @pytest.mark.parametrize("path", TASKS, ids=lambda p: p.name)
 def test_examples_run(path: Path, launcher: Launcher, tmp_path: Path) -> None:
     assert len(path.read_text().splitlines()) < 80

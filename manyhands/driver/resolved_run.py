@@ -82,9 +82,10 @@ def resolve_again(
     folder: RunDir, request: ResumeRequest, attached: Attached
 ) -> tuple[ResolvedRun, int]:
     """A run as it was, with what has changed, and the step to go on from."""
-    refuse_changes(request.settings)
     config, _ = read_toml(folder.config)
-    loaded, notes = reload(folder, request.task)
+    wanted = config.with_settings(request.settings)
+    refuse_changes(folder, config, wanted)
+    loaded, notes = reload(folder, request.task, wanted)
     step, problems = _step_to_go_on_from(folder)
     return replace(
         _resolved(request, attached, folder, loaded, config),

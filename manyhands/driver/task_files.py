@@ -2,7 +2,7 @@
 """Finding a run's task, weights and config, now and again later; refusing what cannot work."""
 
 import platform
-from collections.abc import Sequence
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from manyhands.checkpoint.step_files import MODEL
 from manyhands.data.open_data import open_data
 from manyhands.data.reading.records import Records, sampled_digest
 from manyhands.evaluation.early_stopping import criterion
-from manyhands.values.config import RunConfig, read_toml, to_toml
+from manyhands.values.config import EFFECTS, RunConfig, changed, read_toml, to_toml
 from manyhands.values.errors import CheckpointMismatch, ConfigError, RunDirError
 from manyhands.values.run_folder import RunDir, open_run, write_whole
 from manyhands.values.task import Loaded, Task, load_task
@@ -44,8 +44,8 @@ class TaskNote(msgspec.Struct, frozen=True):
     versions: dict[str, str]
 
 
-def reload(run: RunDir, task: Task | None) -> tuple[Loaded, list[str]]:
-    """A run's task again, and what is different about it now."""
+def reload(run: RunDir, task: Task | None, config: RunConfig) -> tuple[Loaded, list[str]]:
+    """A run's task again, and what is different about it now. `config` says where its data is."""
     try:
         note = msgspec.json.decode((run.task / "task.json").read_bytes(), type=TaskNote)
     except (OSError, msgspec.MsgspecError) as error:
@@ -66,8 +66,7 @@ def reload(run: RunDir, task: Task | None) -> tuple[Loaded, list[str]]:
         loaded = load_task(source)
         if loaded.sha256 != note.sha256:
             notes.append(f"{source} has changed since the run began; results may differ")
-    settings = read_toml(run.config)[0].data
-    records, _ = open_data(loaded.task.data, loaded.task.held_out, settings)
+    records, _ = open_data(loaded.task.data, loaded.task.held_out, config.data)
     if sampled_digest(records) != note.data:
         notes.append("the training data is not what the run began with; results may differ")
     for name, version in _versions().items():
@@ -141,16 +140,26 @@ def check_criteria(config: RunConfig, task: Task, held_out: Records | None) -> N
             raise ConfigError(f"{setting} = {text}: the task's scores are {', '.join(known)}.")
 
 
-def refuse_changes(settings: Sequence[str]) -> None:
-    """Only what does not change the steps already taken may be set on a resume."""
-    for setting in settings:
-        path = setting.partition("=")[0].strip()
-        free = ("train.epochs", "train.steps", "train.collective")
-        if path.startswith("train.") and path not in free:
+def refuse_changes(run: RunDir, before: RunConfig, after: RunConfig) -> None:
+    """What the steps already taken followed from stays as it was when they go on."""
+    for setting, (was, now) in changed(before, after).items():
+        if EFFECTS[setting] == "weights":
+            said = "left out" if was is None else was
             raise ConfigError(
-                f"--set {setting}: a resumed run keeps its [train] settings (only "
-                f"{', '.join(free)} may change). Start a new run with train.start_from instead."
+                f"--set {setting}={now}: {setting} is part of the result, and the steps that "
+                f"{run.root} has taken were taken with {setting} {said}. A run keeps it for life; "
+                f"start a new one: manyhands train ... --set {setting}={now}"
+                f"{_instead_of(setting, run)}"
             )
+
+
+def _instead_of(setting: str, run: RunDir) -> str:
+    """How what was learnt can be gone on with all the same, where that is no leak."""
+    if setting == "data.fold":
+        return " (not from these weights: they have seen what that fold holds out)."
+    if setting == "train.start_from":
+        return "."
+    return f" (from these weights: --set train.start_from={shlex.quote(str(run.root))})."
 
 
 def name_of(loaded: Loaded) -> str:

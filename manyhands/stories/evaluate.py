@@ -35,7 +35,7 @@ def evaluate_request(request: EvaluateRequest) -> dict[str, float]:
     folder = open_run(Path(request.run))
     chosen = _committed(folder, request.step, LEVEL + 1)
     config, _ = read_toml(folder.config)
-    loaded, notes = reload(folder, request.task)
+    loaded, notes = reload(folder, request.task, config)
     for note in notes:
         warnings.warn(note, stacklevel=LEVEL)
     _, held_out = open_data(loaded.task.data, loaded.task.held_out, config.data)

@@ -23,7 +23,7 @@ from manyhands.driver.task_files import reload
 from manyhands.launch.engines.launcher import Launcher
 from manyhands.stories.train import launched
 from manyhands.values import events
-from manyhands.values.config import CheckpointConfig, RunConfig, read_toml
+from manyhands.values.config import CheckpointConfig, RunConfig, of_the_result, read_toml
 from manyhands.values.errors import CheckpointDamaged, RequestError
 from manyhands.values.run_folder import RunDir, open_run
 from manyhands.values.run_options import Where
@@ -78,7 +78,7 @@ def replay(
             f"{folder.root} has done {done} steps; step {last - 1} is not among them."
         )
     config, _ = read_toml(folder.config)
-    loaded, notes = reload(folder, task)
+    loaded, notes = reload(folder, task, config)
     first = _nearest(folder, step)
     engine = Where(engine="local" if debug is None else "inline")
     losses: dict[int, float] = {}
@@ -143,12 +143,13 @@ def _copy(run: RunDir, scratch: Path, first: int) -> RunDir:
 
 
 def _config(config: RunConfig, last: int, *, audit: bool) -> RunConfig:
+    """All that the weights follow from. How they were computed then does not matter: a run over MPI
+    is replayed without it, and one that was `alone` by two workers, if so many are asked for."""
     every = config.checkpoint.every_steps if config.checkpoint is not None else last
-    train = replace(config.train, epochs=None, steps=last)
-    if audit:
-        train = replace(train, audit_every=1)
+    same = of_the_result(config)
+    train = replace(same.train, steps=last, audit_every=1 if audit else None)
     kept = CheckpointConfig(every_steps=every, keep_last=1 << 30)
-    return replace(config, train=train, checkpoint=kept, evaluate=None)
+    return replace(same, train=train, checkpoint=kept)
 
 
 def _compare(run: RunDir, again: RunDir, found: Replayed) -> Replayed:

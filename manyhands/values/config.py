@@ -17,6 +17,7 @@ from typing import Any, Literal
 import msgspec
 
 from manyhands.values.errors import ConfigError
+from manyhands.values.setting_fields import Effect, effect_of, is_live, setting
 
 
 def _at_least(section: str, name: str, value: float | None, least: float, cure: str = "") -> None:
@@ -26,50 +27,52 @@ def _at_least(section: str, name: str, value: float | None, least: float, cure: 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
-    batch: int = 128
+    batch: int = setting(128, "weights")
     """Records per optimizer step, over all workers together."""
 
-    micro_batch: int | None = None
+    micro_batch: int | None = setting(None, "weights")
     """Records per forward pass: the unit that is dealt to workers. Must divide `batch`, and is part
     of the result (the number of workers is not). Left out: an eighth of the batch where that is
     whole, else the nearest larger power-of-two part."""
 
-    epochs: int | None = None
+    epochs: int | None = setting(None, "end")
     """Passes over the data. Give this or `steps`; with neither, one epoch."""
 
-    steps: int | None = None
+    steps: int | None = setting(None, "end")
     """Optimizer steps, instead of epochs."""
 
-    seed: int = 0
+    seed: int = setting(0, "weights")
     """Of weights, order of records and all randomness in training."""
 
-    clip_norm: float | None = None
+    clip_norm: float | None = setting(None, "weights", live=True)
     """Gradients whose global norm is larger are scaled down to it."""
 
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    precision: Literal["fp32", "bf16", "fp16"] = setting("fp32", "weights")
     """"bf16" runs forward under autocast. "fp16" would need a loss scaler and is refused."""
 
-    threads: int = 1
+    threads: int = setting(1, "weights")
     """Threads in each worker. Part of the result: it changes how a matrix product is rounded."""
 
-    device: Literal["cpu", "cuda"] = "cpu"
+    device: Literal["cpu", "cuda"] = setting("cpu", "weights")
     """"cuda" gives each worker the GPU of its rank on the host. Written, not tried."""
 
-    sync: Literal["allreduce", "alone"] = "allreduce"
+    sync: Literal["allreduce", "alone"] = setting("allreduce", "nothing")
     """How workers agree. "alone" is one worker and plain PyTorch: the reference."""
 
-    collective: Literal["auto", "shared", "sockets", "mpi", "gloo", "nccl"] = "auto"
+    collective: Literal["auto", "shared", "sockets", "mpi", "gloo", "nccl"] = setting(
+        "auto", "nothing"
+    )
     """How bytes move. Every choice gives the same bits; "auto" says which it took and why. With
     "sockets" (and "auto") and "mpi", workers of a host share its memory, and hosts speak over that
     network; with "gloo" and "nccl" every worker has memory of its own."""
 
-    overlap: bool = True
+    overlap: bool = setting(True, "nothing")
     """Between hosts: send gradients while the last micro-batch is still being computed."""
 
-    start_from: str | None = None
+    start_from: str | None = setting(None, "weights")
     """Weights to begin with: another run's folder, or a safetensors file."""
 
-    audit_every: int | None = None
+    audit_every: int | None = setting(None, "nothing")
     """After this many steps, compute one micro-batch a second time, on another worker, and compare
     every bit. A worker that computes wrongly is named and replaced."""
 
@@ -122,13 +125,13 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointConfig:
-    every_steps: int = 500
+    every_steps: int = setting(500, "nothing", live=True)
     """Save after this many optimizer steps. The last step is always saved."""
 
-    keep_last: int = 3
+    keep_last: int = setting(3, "nothing", live=True)
     """How many committed steps stay on disk; older ones are deleted after a commit."""
 
-    keep_best: str | None = None
+    keep_best: str | None = setting(None, "nothing")
     """Also keep the step with the best held-out score: its name, as in "accuracy" (largest is
     best), "loss" (smallest is best), or "error:min" to say so."""
 
@@ -145,16 +148,16 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluateConfig:
-    every_steps: int | None = None
+    every_steps: int | None = setting(None, "end", live=True)
     """Score the held-out records after this many steps; left out, once per epoch."""
 
-    stop_early: int | None = None
+    stop_early: int | None = setting(None, "end")
     """Stop after this many evaluations in a row without a better score."""
 
-    by: str = "loss"
+    by: str = setting("loss", "end")
     """The score that decides about stopping: "loss", "accuracy", "error:min", ..."""
 
-    batch: int | None = None
+    batch: int | None = setting(None, "scores")
     """Records per forward pass; left out, train.micro_batch. Part of the (last bits of the) scores,
     the number of workers is not."""
 
@@ -166,13 +169,13 @@ class EvaluateConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogConfig:
-    every_steps: int = 10
+    every_steps: int = setting(10, "nothing", live=True)
     """Write the loss and the numbers returned beside it after this many steps."""
 
-    csv: bool = False
+    csv: bool = setting(False, "nothing")
     """Also to metrics.csv in the run folder."""
 
-    tensorboard: bool = False
+    tensorboard: bool = setting(False, "nothing")
     """Also for TensorBoard, in the run folder's tensorboard/ (pip install tensorboard)."""
 
     def __post_init__(self) -> None:
@@ -181,21 +184,21 @@ class LogConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecoveryConfig:
-    silent_s: float = 3.0
+    silent_s: float = setting(3.0, "nothing")
     """A worker that sends no heartbeat for so long is killed and replaced."""
 
-    host_s: float = 2.0
+    host_s: float = setting(2.0, "nothing")
     """A host that does not answer for so long is given up, and stops its workers by itself."""
 
-    stuck_s: float = 30.0
+    stuck_s: float = setting(30.0, "nothing")
     """A worker that lives but gets nothing done for so long (and for 10 times the usual time of a
     micro-batch) is killed and replaced. Not in its first step."""
 
-    losses: int = 5
+    losses: int = setting(5, "nothing")
     """So many losses one after the other, without a new step between them, are survived; one more
     ends the run."""
 
-    rebalance: bool = True
+    rebalance: bool = setting(True, "nothing")
     """Deal fewer micro-batches to slower workers."""
 
     def __post_init__(self) -> None:
@@ -207,24 +210,24 @@ class RecoveryConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
-    fold: int | None = None
+    fold: int | None = setting(None, "weights")
     """Of data that was prepared with folds: which one is held out, from 0."""
 
-    transfer: Literal["auto", "direct", "peer", "replicate"] = "auto"
+    transfer: Literal["auto", "direct", "peer", "replicate"] = setting("auto", "nothing")
     """How the shards of data behind a URL get here: "direct" fetches each when it is needed (as
     "auto" does), "peer" does so from the host that keeps it, and only that one from the URL,
     "replicate" fetches all of them before the first step."""
 
-    placement: Literal["hash", "block", "random", "balanced"] = "hash"
+    placement: Literal["hash", "block", "random", "balanced"] = setting("hash", "nothing")
     """With transfer = "peer", which host keeps which shards: "hash" moves few when hosts come and
     go, "block" gives each consecutive ones, "random" as many to each, "balanced" as many bytes."""
 
-    cache: str | None = None
+    cache: str | None = setting(None, "nothing")
     """The folder that keeps fetched shards, for all workers of a host. Left out: manyhands below
     the user's cache directory ($XDG_CACHE_HOME or ~/.cache). If it is not there it is made, for its
     owner alone."""
 
-    cache_limit: str | None = None
+    cache_limit: str | None = setting(None, "nothing")
     """How much that folder may hold, as in "20GB"; what was used least recently goes. Left out: no
     limit, and nothing goes."""
 
@@ -246,12 +249,12 @@ class RunConfig:
     def with_settings(self, settings: Iterable[str]) -> "RunConfig":
         """This config changed by `section.key=value` strings, as `--set` gives them."""
         tree = to_dict(self)
-        for setting in settings:
-            path, sign, text = setting.partition("=")
+        for given in settings:
+            path, sign, text = given.partition("=")
             section, dot, key = path.strip().partition(".")
             if not (sign and dot and key):
                 raise ConfigError(
-                    f"--set {setting}: write it as section.key=value, as in --set train.batch=512."
+                    f"--set {given}: write it as section.key=value, as in --set train.batch=512."
                 )
             if path.strip() in _INSTEAD:  # a length given here replaces the other kind of length
                 tree.get("train", {}).pop(_INSTEAD[path.strip()], None)
@@ -271,12 +274,15 @@ SECTIONS: dict[str, type] = {
     "recovery": RecoveryConfig,
 }
 
-LIVE = (
-    "train.clip_norm",
-    "checkpoint.every_steps",
-    "checkpoint.keep_last",
-    "evaluate.every_steps",
-    "log.every_steps",
+EFFECTS: dict[str, Effect] = {
+    f"{name}.{each.name}": effect_of(each)
+    for name, section in SECTIONS.items()
+    for each in fields(section)
+}
+"""Setting → what of the result follows from it."""
+
+LIVE = tuple(
+    f"{n}.{f.name}" for n, section in SECTIONS.items() for f in fields(section) if is_live(f)
 )
 """Settings that may change while a run goes on; beside them, the optimizer's hyper-parameters."""
 
@@ -284,19 +290,54 @@ LIVE = (
 def read_changes(settings: Iterable[str]) -> dict[str, Any]:
     """`manyhands set`'s arguments: lr=3e-4 weight_decay=0.1 train.clip_norm=1 log.every_steps=5."""
     changes: dict[str, Any] = {}
-    for setting in settings:
-        name, sign, text = (part.strip() for part in setting.partition("="))
+    for given in settings:
+        name, sign, text = (part.strip() for part in given.partition("="))
         if not sign or not name or not text:
-            raise ConfigError(f"{setting}: write it as name=value, as in lr=3e-4.")
+            raise ConfigError(f"{given}: write it as name=value, as in lr=3e-4.")
         if name == "clip_norm":
             name = "train.clip_norm"
         if "." in name and name not in LIVE:
-            raise ConfigError(
+            raise ConfigError(_why_not_now(name))
+        changes[name] = _value(text)
+    return changes
+
+
+def _why_not_now(name: str) -> str:
+    """A setting that no running run can change: when it can be, or what was meant."""
+    match EFFECTS.get(name):
+        case None:
+            return (
                 f"{name} cannot change while a run goes on{_nearest(name, LIVE)} "
                 "The optimizer's own (lr, weight_decay, ...) have no section."
             )
-        changes[name] = _value(text)
-    return changes
+        case "weights":
+            return f"{name} is part of the result, so a run keeps it for life: start a new run."
+        case _:
+            return (
+                f"{name} cannot change while a run goes on. Stop it, and resume it with "
+                f"--set {name}=..."
+            )
+
+
+def changed(before: RunConfig, after: RunConfig) -> dict[str, tuple[Any, Any]]:
+    """The settings that differ: what each was, and what it is. A section that is not there has the
+    settings that it would have if it were left empty."""
+    found: dict[str, tuple[Any, Any]] = {}
+    for path in EFFECTS:
+        name, _, key = path.partition(".")
+        was, now = (
+            getattr(getattr(config, name) or SECTIONS[name](), key) for config in (before, after)
+        )
+        if was != now:
+            found[path] = (was, now)
+    return found
+
+
+def of_the_result(config: RunConfig) -> RunConfig:
+    """What the weights follow from, where its data is and how patient it is; nothing else of it."""
+    train = {f.name: getattr(config.train, f.name) for f in fields(config.train)}
+    kept = {name: value for name, value in train.items() if EFFECTS[f"train.{name}"] == "weights"}
+    return RunConfig(train=TrainConfig(**kept), data=config.data, recovery=config.recovery)
 
 
 def live_settings(changes: Mapping[str, Any]) -> list[str]:

@@ -99,7 +99,7 @@ def test_what_cannot_be_resumed_says_why(launcher: Launcher, tmp_path: Path) -> 
         resume()
     with pytest.raises(RunDirError, match="is finished"):
         resume(task=make("cnn"))
-    with pytest.raises(ConfigError, match=r"keeps its \[train\] settings"):
+    with pytest.raises(ConfigError, match=r"train\.batch is part of the result"):
         resume(task=make("cnn"), settings=["train.batch=48"])
     with pytest.raises(
         mh.RequestError, match=r"belongs to another model: 'head.bias' is float32\[5\] there"

@@ -1,4 +1,5 @@
-"""The tables of docs/options.md, from the requests themselves: `make docs` writes them anew."""
+"""The tables of docs/options.md, and what docs/config.md says of the result, from the code itself:
+`make docs` writes them anew."""
 
 import re
 from collections.abc import Callable
@@ -9,10 +10,15 @@ from typing import Any
 import manyhands as mh
 from manyhands.stories.prepare import PrepareCall
 from manyhands.stories.train import ResumeCall, TrainCall
+from manyhands.values.config import EFFECTS
 from manyhands.values.option_fields import command_option, help_texts
 from manyhands.values.run_options import DoctorRequest, EvaluateRequest
 
 PAGE = Path(mh.__file__).parent.parent / "docs" / "options.md"
+SETTINGS_PAGE = PAGE.with_name("config.md")
+
+IN_WORDS = {"weights": "yes", "end": "when it ends", "scores": "scores", "nothing": "no"}
+"""Of a setting's effect, in the column "result"."""
 
 TABLES: dict[str, tuple[type, Callable[..., Any] | None]] = {
     "train": (TrainCall, mh.train),
@@ -66,5 +72,24 @@ def written(text: str) -> str:
     return text
 
 
+def with_effects(text: str) -> str:
+    """The page of settings, with what each says of the result in the last column of its row."""
+    section, lines = "", list[str]()
+    for line in text.splitlines():
+        if heading := re.fullmatch(r"## \[(\w+)\]", line):
+            section = heading[1]
+        elif line.startswith("#"):
+            section = ""
+        elif section and line.startswith("|"):
+            cells = re.split(r"(?<!\\)\|", line)[1:6]
+            name = cells[0].strip().strip("`")
+            effect = EFFECTS.get(f"{section}.{name}")
+            last = {"setting": " result ", "---": "---"}.get(name) or f" {IN_WORDS[str(effect)]} "
+            line = "|" + "|".join([*cells[:4], last]) + "|"
+        lines.append(line)
+    return "\n".join(lines) + "\n"
+
+
 if __name__ == "__main__":
     PAGE.write_text(written(PAGE.read_text()))
+    SETTINGS_PAGE.write_text(with_effects(SETTINGS_PAGE.read_text()))

@@ -24,7 +24,7 @@ from manyhands.cli import exit_codes as program
 from manyhands.data.encoding.fitted_encoders import Fitted
 from manyhands.data.shards.manifest import Manifest
 from manyhands.values import errors
-from manyhands.values.config import LIVE, SECTIONS
+from manyhands.values.config import EFFECTS, LIVE, SECTIONS
 from manyhands.values.events import AnyEvent
 from manyhands.values.planned_faults import FaultPlan
 from manyhands.values.verdict import Verdict
@@ -149,6 +149,8 @@ def config_fields(_: Evidence) -> Lines:
         for field in dataclasses.fields(section):
             kind = field.type if not isinstance(field.type, type) else field.type.__name__
             yield f"  {field.name}: {kind} = {field.default!r}".replace("typing.", "")
+    yield "what of the result follows from them"
+    yield from (f"  {name}: {effect}" for name, effect in EFFECTS.items())
     yield "while a run goes on"
     yield from (f"  {name}" for name in LIVE)
 

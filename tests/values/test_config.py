@@ -6,9 +6,20 @@ import pytest
 
 import manyhands as mh
 from manyhands.planning.planner import plan
-from manyhands.values.config import SECTIONS, RunConfig, from_dict, from_toml, to_toml
+from manyhands.values.config import (
+    EFFECTS,
+    SECTIONS,
+    RunConfig,
+    changed,
+    from_dict,
+    from_toml,
+    read_changes,
+    to_toml,
+)
 from manyhands.values.errors import ConfigError
 from manyhands.values.machine import Machine
+from manyhands.values.option_fields import help_texts
+from manyhands.values.setting_fields import effect_of
 
 HERE = Machine("here", 4, 1 << 34)
 
@@ -90,13 +101,41 @@ def test_more_workers_than_micro_batches_are_refused() -> None:
 
 
 def test_every_setting_has_its_manual_underneath() -> None:
-    import inspect
-
     for name, section in SECTIONS.items():
-        source = inspect.getsource(section)
-        for field in dataclasses.fields(section):
-            after = source.split(f"    {field.name}:", 1)[1].split("\n", 2)[1]
-            assert after.strip().startswith('"""'), f"{name}.{field.name} has no docstring"
+        for setting, text in help_texts(section).items():
+            assert text, f"{name}.{setting} has no docstring"
+
+
+def test_every_setting_says_what_of_the_result_follows_from_it() -> None:
+    every = [f"{name}.{f.name}" for name, s in SECTIONS.items() for f in dataclasses.fields(s)]
+    assert list(EFFECTS) == every
+
+    @dataclasses.dataclass
+    class Hasty:
+        speed: int = 3
+
+    with pytest.raises(TypeError, match=r"'speed' does not say what follows from it.*nothing"):
+        effect_of(dataclasses.fields(Hasty)[0])
+
+
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        ("train.batch=3", "part of the result, so a run keeps it for life: start a new run"),
+        ("data.fold=3", "part of the result"),
+        ("train.overlap=false", "resume it with --set train.overlap="),
+        ("train.clip_nrm=3", "did you mean 'train.clip_norm'"),
+    ],
+)
+def test_what_a_running_run_cannot_change_is_answered(setting: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        read_changes([setting])
+
+
+def test_a_section_that_is_not_there_has_the_usual_settings() -> None:
+    before = RunConfig()
+    after = before.with_settings(["checkpoint.keep_last=3", "log.csv=true", "train.batch=128"])
+    assert changed(before, after) == {"log.csv": (False, True)}
 
 
 def test_settings_are_frozen_surface() -> None:

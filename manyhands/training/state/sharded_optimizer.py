@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from manyhands.training.state.layout import Bounds, Lanes, Layout, Span, Unit, block_of
-from manyhands.training.state.optimizer_kinds import Kept, has_hooks, like
+from manyhands.training.state.optimizer_kinds import Kept, has_hooks, how_to_cut, like
 from manyhands.training.state.undo_log import KeptValue, UndoLog
 from manyhands.values.errors import OptimizerRefused
 
@@ -259,18 +259,30 @@ class ShardedOptimizer:
         home = self._home(entry.key, span) if self.cut == "blocks" else None
         if home is not None:
             self.undo_log.exists[block_of(self.layout, span)] = 1
-        if home is None or not isinstance(value, Tensor):
+        if not isinstance(value, Tensor) or (home is None and not self._is_stretch(value)):
             state[entry.key] = value.clone() if isinstance(value, Tensor) else value
             return
-        state[entry.key] = home
+        if home is None:  # all of it, of which other entries have the rest
+            whole = state.setdefault(entry.key, torch.zeros_like(tensor, dtype=value.dtype))
+            home = _as_it_lies(whole.detach())
+        else:
+            state[entry.key] = home
         if home.dim() == 0:
             home.copy_(value)
             return
+        if value.dim() > 1:
+            whole = torch.empty_like(self.parameters[span.piece.name], dtype=value.dtype)
+            value = _as_it_lies(whole.detach().copy_(value))
         first = max(span.offset, entry.offset)
         last = min(span.offset + span.stop - span.start, entry.offset + value.numel())
         if first < last:
-            source = value.view(-1)[first - entry.offset : last - entry.offset]
+            source = value[first - entry.offset : last - entry.offset]
             home[first - span.offset : last - span.offset].copy_(source)
+
+    def _is_stretch(self, value: Tensor) -> bool:
+        """Saved where the optimizer was cut at blocks, and read where it is whole. (The other way
+        round is told by its shape: `sync = "alone"` keeps what every optimizer keeps, whole.)"""
+        return value.dim() == 1 and how_to_cut(self.users)[0] == "blocks"
 
     def keep_extras(self, step: int) -> None:
         """After `load`: what has no flat slot is kept too."""
@@ -279,6 +291,11 @@ class ShardedOptimizer:
         for work in self.works:
             for span, tensor in zip(work.unit.spans, work.tensors, strict=True):
                 self.undo_log.put_extras(span.index, step, self._plain_state(work, tensor))
+
+
+def _as_it_lies(tensor: Tensor) -> Tensor:
+    """All elements of a dense tensor as one vector, in the order in which they lie in memory."""
+    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 @contextmanager
