@@ -39,8 +39,11 @@ def choose_device(train: TrainConfig, rank: int) -> torch.device:
     return device
 
 
-def replica(task: Task, train: TrainConfig, memory: Memory, device: torch.device) -> Replica:
-    """Model, optimizer and schedule: the same in every worker, from the seed."""
+def replica(
+    task: Task, train: TrainConfig, memory: Memory, device: torch.device, *, protect: bool
+) -> Replica:
+    """Model, optimizer and schedule: the same in every worker, from the seed. `protect`: this
+    process is the worker's own, and may be ended when its model writes weights."""
     assert task.optimizer is not None
     seed_everything(train.seed, "model")
     model = build_model(task.model).to(device).train()
@@ -50,7 +53,7 @@ def replica(task: Task, train: TrainConfig, memory: Memory, device: torch.device
         raise TaskError(
             "Task: ReduceLROnPlateau wants a score at every step; use a schedule that does not."
         )
-    return Replica(model, optimizer, schedule, memory, device)
+    return Replica(model, optimizer, schedule, memory, device, protect=protect)
 
 
 @dataclass(frozen=True, slots=True)

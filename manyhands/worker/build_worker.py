@@ -3,6 +3,7 @@
 nothing else."""
 
 import pdb
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -58,7 +59,8 @@ def build_worker(
     loss = _loss(task, orders, channel)
     device = build_training.choose_device(train, orders.worker)
     memory = Memory(None if orders.collective in PRIVATE else orders.state_fd)
-    replica = build_training.replica(task, train, memory, device)
+    own_process = threading.current_thread() is threading.main_thread()
+    replica = build_training.replica(task, train, memory, device, protect=own_process)
 
     def fetched(done: int, total: int) -> None:
         """Before it has joined; so that nobody thinks it will not come."""

@@ -85,13 +85,15 @@ class Recheck:
         replica = self.replica
         trainable = [replica.parameters[place.name] for place in replica.layout.trainable]
         replica.buffers.begin(alone=len(cut.sizes) == 1)
-        leaf = compute(
-            replica.model,
-            self.feed.unwatched(cut, index),
-            self.loss,
-            seed=self.train.seed,
-            precision=self.train.precision,
-        )
+        micro_batch = self.feed.unwatched(cut, index)
+        with replica.guard:
+            leaf = compute(
+                replica.model,
+                micro_batch,
+                self.loss,
+                seed=self.train.seed,
+                precision=self.train.precision,
+            )
         self.moment("leaf")
         found = digest(trainable, leaf)
         for parameter in trainable:

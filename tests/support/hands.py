@@ -56,6 +56,7 @@ class Hand:
             self.undo_log,
             self.cut,
             kept,
+            self.replica.buffers.row_factors(),
         )
 
     def begin(self, step: int = 0) -> None:

@@ -83,5 +83,6 @@ def _plain(model: Module) -> Iterator[tuple[tuple[str, str], Any]]:
                 continue
             if isinstance(value, bool | int | float | str):
                 yield (where, name), value
-            elif isinstance(value, Tensor):
+            elif isinstance(value, Tensor) and value.grad_fn is None:
+                # With a history it was made by this forward, as weight_norm makes its weight.
                 yield (where, name), (id(value), value._version)

@@ -17,10 +17,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
 
 from manyhands.values.errors import TaskError
 
@@ -273,3 +275,30 @@ def _refuse_overlaps(tensors: Sequence[tuple[str, Tensor, bool]]) -> None:
                 f"objects. Tie them by assigning the Parameter itself: b.{other.split('.')[-1]} = "
                 f"a.{name.split('.')[-1]}."
             )
+
+
+def refuse_second_views(model: Module, optimizer: Optimizer) -> None:
+    """A second tensor over a parameter's memory would stay behind when the parameter moves into
+    the flat vector, and show old weights for ever."""
+    owners: dict[int, str] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.numel():
+            owners[parameter.untyped_storage().data_ptr()] = name
+    held: list[tuple[str, Any]] = [(f"buffer '{n}'", b) for n, b in model.named_buffers()]
+    for path, module in model.named_modules():
+        own = {n for n, _ in module.named_parameters(recurse=False)}
+        held += [
+            (f"attribute '{f'{path}.' * bool(path)}{name}'", value)
+            for name, value in vars(module).items()
+            if f"{name}_orig" not in own  # spectral_norm's: made anew before it is used
+        ]
+    held += [(f"the optimizer's '{name}'", value) for name, value in vars(optimizer).items()]
+    for where, value in held:
+        for tensor in value if isinstance(value, list | tuple) else (value,):  # pyright: ignore[reportUnknownVariableType]
+            if not isinstance(tensor, Tensor) or isinstance(tensor, Parameter) or tensor.is_meta:
+                continue
+            if tensor.numel() and (at := tensor.untyped_storage().data_ptr()) in owners:
+                raise TaskError(
+                    f"{where} is a second view of the memory of parameter '{owners[at]}'. It would "
+                    "not follow the parameter's updates. Use the parameter itself, or a clone()."
+                )

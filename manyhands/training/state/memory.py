@@ -8,6 +8,8 @@ only pages that are written to take memory.
 """
 
 import mmap
+import os
+import warnings
 from math import prod
 
 import numpy as np
@@ -30,6 +32,18 @@ class Memory:
     @property
     def shared(self) -> bool:
         return self.fd is not None
+
+    def twins(self, size: int, *, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """One vector, mapped twice: to be written to, and to be read only. A store to the second
+        ends the process (SIGSEGV)."""
+        nbytes = max(1, size * dtype.itemsize)
+        shelf = self.shelf(1, nbytes)
+        if shelf.fd is None:
+            shelf.fd = os.memfd_create("weights")  # closed by `readable`
+            os.ftruncate(shelf.fd, shelf.length)
+            shelf.offset = 0
+        writable = shelf.tensor(0, size, dtype=dtype)
+        return writable, shelf.readable(size, dtype=dtype, close=self.fd is None)
 
     def tensor(self, *shape: int, dtype: torch.dtype) -> Tensor:
         return self.shelf(1, prod(shape) * dtype.itemsize).tensor(0, *shape, dtype=dtype)
@@ -61,6 +75,21 @@ class Boxes:
                 shared = mmap.MAP_SHARED
                 self._open[k] = mmap.mmap(self.fd, self.length, flags=shared, offset=offset)
         return self._open[k]
+
+    def readable(self, size: int, *, dtype: torch.dtype, close: bool) -> Tensor:
+        """The first box once more, without the right to write."""
+        assert self.fd is not None
+        box = mmap.mmap(
+            self.fd, self.length, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ, offset=self.offset
+        )
+        if close:  # mappings stay
+            os.close(self.fd)
+            self.fd = None
+        if size == 0:
+            return torch.zeros(0, dtype=dtype)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # "not writable": as it should be
+            return torch.frombuffer(box, dtype=dtype, count=size)
 
     def tensor(self, k: int, *shape: int, dtype: torch.dtype, at: int = 0) -> Tensor:
         if prod(shape) == 0:

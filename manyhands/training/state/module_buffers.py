@@ -13,10 +13,14 @@ values. Afterwards the micro-batches' outcomes are merged **in index order**, by
    names it.
 
 A step of a single micro-batch takes its outcome as it is: that is plain PyTorch.
+
+Factors of rows (max_norm_rows.py) are no buffers of the model, but travel as if they were. They
+start each micro-batch as 1, and the smallest counts.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import numpy as np
 import torch
@@ -26,6 +30,7 @@ from torch.nn import Module
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
 from manyhands.training.state.layout import Layout, TensorPlace, buffers_of, lay_out
+from manyhands.training.state.max_norm_rows import find_max_norms
 from manyhands.values.errors import UnevenBuffer
 
 StatisticsRow = NDArray[np.float64]
@@ -51,7 +56,9 @@ class ModuleBuffers:
 
     def __init__(self, model: Module) -> None:
         self.model = model
+        self.rows = {f"{rows.name} rows": rows for rows in find_max_norms(model)}
         named = buffers_of(model)
+        named += [(name, rows.factors, False) for name, rows in self.rows.items()]
         self.layout: Layout = lay_out(named)
         self.committed = {
             dtype: torch.zeros(size, dtype=dtype) for dtype, size in self.layout.sizes.items()
@@ -72,6 +79,8 @@ class ModuleBuffers:
             tensor = tensors[piece.name]
             tensor.data = piece.view(self.private[piece.dtype])
             tensor.copy_(piece.view(self.committed[piece.dtype]))
+            if piece.name in self.rows:
+                continue
             for name in (piece.name, *piece.aliases):
                 path, _, leaf = name.rpartition(".")
                 slots.append((self.model.get_submodule(path), leaf, piece, tensor))
@@ -99,10 +108,14 @@ class ModuleBuffers:
                 if norm.module.training:
                     for piece in (norm.mean, norm.var, norm.count):
                         piece.view(self.private[piece.dtype]).zero_()
+        for rows in self.rows.values():
+            rows.factors.fill_(1.0)
+            rows.recording = True
 
     def end(self, row: StatisticsRow) -> None:
         """After a micro-batch: write its outcome into `row` (which is all zeros)."""
         self._reinstate()
+        self._stop_recording()
         at = 0
         for norm, width in zip(self.norms, self._widths, strict=True):
             if norm.module.training:
@@ -162,6 +175,8 @@ class ModuleBuffers:
             values, target = [o[name] for o in outcomes], self._committed(piece)
             if all(_same_bits(values[0], v) for v in values[1:]):
                 target.copy_(values[0])
+            elif name in self.rows:
+                target.copy_(reduce(torch.minimum, values))
             elif piece.dtype.is_floating_point or piece.dtype.is_complex:
                 wide = target.to(torch.complex128 if piece.dtype.is_complex else torch.float64)
                 total = torch.zeros_like(wide)
@@ -182,8 +197,19 @@ class ModuleBuffers:
     def show(self) -> None:
         """Let the module see the committed values, as for evaluation."""
         self._reinstate()
+        self._stop_recording()
         for dtype, lane in self.committed.items():
             self.private[dtype].copy_(lane)
+
+    def row_factors(self) -> dict[str, Tensor]:
+        """Of the step that was committed last: by which factors rows of a parameter are shortened
+        before they are updated."""
+        pieces = [piece for piece in self.layout.pieces if piece.name in self.rows]
+        return {self.rows[p.name].name: self._committed(p) for p in pieces}
+
+    def _stop_recording(self) -> None:
+        for rows in self.rows.values():
+            rows.recording = False
 
     def _reinstate(self) -> None:
         """Code that assigned a new tensor to a buffer's name: take its value, put ours back."""

@@ -2,7 +2,8 @@
 """A replica: model, optimizer and schedule of one worker, as flat vectors.
 
 `Replica.weights` holds one lane per dtype, and the module's parameters are views into them: what
-is written to the lanes, by this worker or (in shared memory) by another, the module sees.
+is written to the lanes, by this worker or (in shared memory) by another, the module sees. The
+module itself has no right to write there (weight_guard.py).
 """
 
 from collections.abc import Mapping
@@ -15,10 +16,18 @@ from torch.nn import Module
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from manyhands.training.state.layout import Lanes, Layout, lay_out, parameters_of
+from manyhands.training.state.layout import (
+    Lanes,
+    Layout,
+    TensorPlace,
+    lay_out,
+    parameters_of,
+    refuse_second_views,
+)
 from manyhands.training.state.memory import Memory
 from manyhands.training.state.module_buffers import ModuleBuffers
 from manyhands.training.state.param_groups import change_groups
+from manyhands.training.state.weight_guard import WeightGuard
 from manyhands.values.errors import CheckpointMismatch, TaskError
 
 
@@ -43,7 +52,10 @@ class Replica:
         schedule: Any,
         memory: Memory,
         device: torch.device,
+        *,
+        protect: bool = False,
     ) -> None:
+        """`protect`: end this process when anything but the optimizer writes to the weights."""
         self.model, self.optimizer, self.schedule = model, optimizer, schedule
         self.step = 0
         """Optimizer steps done."""
@@ -59,15 +71,23 @@ class Replica:
                     "that builds the model run it once on an example before it returns it."
                 )
         self.layout: Layout = lay_out(parameters_of(model))
-        self.weights: Lanes = {
-            dtype: memory.tensor(size, dtype=dtype)
-            if device.type == "cpu"
-            else torch.zeros(size, dtype=dtype, device=device)
-            for dtype, size in self.layout.sizes.items()
-        }
+        self.weights: Lanes = {}
+        self._shown: Lanes = {}
+        """The same memory, as the module sees it."""
+        protect = protect and device.type == "cpu"
+        for dtype, size in self.layout.sizes.items():
+            if protect:
+                self.weights[dtype], self._shown[dtype] = memory.twins(size, dtype=dtype)
+            elif device.type == "cpu":
+                self.weights[dtype] = self._shown[dtype] = memory.tensor(size, dtype=dtype)
+            else:
+                lane = torch.zeros(size, dtype=dtype, device=device)
+                self.weights[dtype] = self._shown[dtype] = lane
         self.parameters: dict[str, Tensor] = dict(model.named_parameters())
+        refuse_second_views(model, optimizer)
         self.buffers = ModuleBuffers(model)
         self._refuse_strangers()
+        self.guard = WeightGuard(self, protected=protect)
 
     def _refuse_strangers(self) -> None:
         """Parameters that only the optimizer knows would be trained by nobody."""
@@ -90,7 +110,19 @@ class Replica:
     def adopt(self) -> None:
         """Make the module's parameters views of the lanes; its own copies are freed."""
         for piece in self.layout.pieces:
-            self.parameters[piece.name].data = piece.view(self.weights[piece.dtype])
+            self.parameters[piece.name].data = piece.view(self._shown[piece.dtype])
+
+    def rehearse(self) -> None:
+        """Give the module's parameters memory of their own, with the weights in it."""
+        for piece in self.layout.pieces:
+            own = torch.empty_strided(
+                piece.shape, piece.stride, dtype=piece.dtype, device=self.weight(piece).device
+            )
+            self.parameters[piece.name].data = own.copy_(self.weight(piece))
+
+    def weight(self, piece: TensorPlace) -> Tensor:
+        """A parameter as it lives in the lanes: to be written to by the optimizer."""
+        return piece.view(self.weights[piece.dtype])
 
     def advance(self) -> None:
         """A step has been taken."""
@@ -125,7 +157,7 @@ class Replica:
 
     def passing_buffers(self) -> dict[str, Tensor]:
         """Buffers that a state_dict leaves out, but that a resumed run needs."""
-        kept = self.tensors().keys()
+        kept = self.tensors().keys() | self.buffers.rows.keys()
         return {
             p.name: p.view(self.buffers.committed[p.dtype])
             for p in self.buffers.layout.pieces

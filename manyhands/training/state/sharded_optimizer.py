@@ -18,7 +18,16 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from manyhands.training.state.layout import Bounds, Lanes, Layout, Span, Unit, block_of
+from manyhands.training.state.layout import (
+    Bounds,
+    Lanes,
+    Layout,
+    Span,
+    TensorPlace,
+    Unit,
+    block_of,
+)
+from manyhands.training.state.max_norm_rows import shorten
 from manyhands.training.state.optimizer_kinds import Kept, has_hooks, how_to_cut, like
 from manyhands.training.state.undo_log import KeptValue, UndoLog
 from manyhands.values.errors import OptimizerRefused
@@ -61,9 +70,13 @@ class ShardedOptimizer:
         undo_log: UndoLog,
         cut: str,
         kept: Kept,
+        row_factors: Mapping[str, Tensor],
     ) -> None:
+        """`row_factors`: of some parameters, by which factors their rows are shortened before the
+        step that is taken (max_norm_rows.py)."""
         self.users, self.cut, self.kept, self.undo_log = optimizer, cut, kept, undo_log
         self.parameters, self.layout, self.weights = parameters, layout, weights
+        self.row_factors = row_factors
         groups = enumerate(optimizer.param_groups)
         self._group_of = {id(p): k for k, group in groups for p in group["params"]}
         self.rank = 0
@@ -158,11 +171,20 @@ class ShardedOptimizer:
         if self._prepared != (work.unit.blocks, step):
             self.undo_log.open(self.rank, work.unit, step)
         self._prepared = None
+        for span in work.unit.spans if self.row_factors else ():
+            if (factors := self.row_factors.get(span.piece.name)) is not None:
+                stretch = self.weights[span.piece.dtype][span.start : span.stop]
+                shorten(stretch, span.offset, span.piece.shape[1], factors)
         self._place_gradients(work, gradient, origin, touched)
         if work.doing is not self.users:
             for theirs, ours in zip(self.users.param_groups, work.doing.param_groups, strict=True):
                 ours.update({k: v for k, v in theirs.items() if k != "params"})
-        self._bare_step(work.doing)
+        if self.cut == "nowhere":
+            pieces = [span.piece for span in work.unit.spans]
+            with writable(pieces, self.parameters, self.weights):
+                self._bare_step(work.doing)
+        else:
+            self._bare_step(work.doing)
         self._settle(work)
         if self.cut != "blocks":
             for span, tensor in zip(work.unit.spans, work.tensors, strict=True):
@@ -296,6 +318,30 @@ class ShardedOptimizer:
 def _as_it_lies(tensor: Tensor) -> Tensor:
     """All elements of a dense tensor as one vector, in the order in which they lie in memory."""
     return tensor.as_strided((tensor.numel(),), (1,))
+
+
+@contextmanager
+def writable(
+    pieces: Iterable[TensorPlace], parameters: Mapping[str, Tensor], weights: Lanes
+) -> Generator[None]:
+    """The module's own parameters may be written to, as an optimizer that is left whole does it:
+    in place, or by giving them other memory, whose values are then taken over."""
+    lent = [(piece.view(weights[piece.dtype]), parameters[piece.name], piece) for piece in pieces]
+    shown = [parameter.data for _, parameter, _ in lent]
+    for weight, parameter, _ in lent:
+        parameter.data = weight
+    yield
+    for (weight, parameter, piece), before in zip(lent, shown, strict=True):
+        found = parameter.data
+        if found.shape != weight.shape or found.dtype != weight.dtype:
+            raise OptimizerRefused(
+                f"the optimizer made a {str(found.dtype).removeprefix('torch.')}"
+                f"{list(found.shape)} of parameter '{piece.name}', which was a "
+                f"{str(weight.dtype).removeprefix('torch.')}{list(weight.shape)}."
+            )
+        if found.data_ptr() != weight.data_ptr() or found.stride() != weight.stride():
+            weight.copy_(found)
+        parameter.data = before
 
 
 @contextmanager

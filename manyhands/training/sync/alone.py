@@ -15,11 +15,12 @@ from torch import Tensor
 from manyhands.accounting.deal_micro_batches import Cut, MicroBatch, Node
 from manyhands.training.compute.micro_batch_gradient import Leaf, LossFn, compute
 from manyhands.training.state.layout import BLOCK, share_out, units
+from manyhands.training.state.max_norm_rows import shorten
 from manyhands.training.state.memory import Memory
 from manyhands.training.state.module_buffers import StatisticsRow
 from manyhands.training.state.optimizer_kinds import NOTHING_KEPT, how_to_cut
 from manyhands.training.state.replica import Replica, StepFacts
-from manyhands.training.state.sharded_optimizer import ShardedOptimizer, one_thread
+from manyhands.training.state.sharded_optimizer import ShardedOptimizer, one_thread, writable
 from manyhands.training.state.undo_log import UndoLog
 from manyhands.training.sync.canonical_sum import finish
 from manyhands.training.sync.clip import block_norms, coefficient, torch_coefficient
@@ -49,6 +50,7 @@ class Alone:
             undo_log,
             "nowhere",
             NOTHING_KEPT,
+            {},
         )
         self._gradients: list[dict[str, Tensor]] = []
         self._leaves: list[Leaf] = []
@@ -85,9 +87,10 @@ class Alone:
             cleared.clear()
         for micro_batch in micro_batches:
             replica.buffers.begin(alone=len(cut.sizes) == 1)
-            leaf = compute(
-                replica.model, micro_batch, loss, seed=self.seed, precision=self.precision
-            )
+            with replica.guard:
+                leaf = compute(
+                    replica.model, micro_batch, loss, seed=self.seed, precision=self.precision
+                )
             if not math.isfinite(leaf.loss):
                 raise LossNotFinite(0, cut.step, micro_batch.index, leaf.loss, ())
             row = np.zeros(replica.buffers.row_width)
@@ -144,10 +147,16 @@ class Alone:
             if weighted:
                 parameter.grad /= total
         self._clip()
-        with one_thread():
+        self._commit_buffers()
+        trainable = replica.layout.trainable
+        factors = replica.buffers.row_factors()
+        for piece in trainable:
+            if piece.name in factors:
+                weight = replica.weight(piece)
+                shorten(weight.view(-1), 0, piece.shape[1], factors[piece.name])
+        with one_thread(), writable(trainable, replica.parameters, replica.weights):
             replica.optimizer.step()
         replica.optimizer.zero_grad()
-        self._commit_buffers()
 
     def _clip(self) -> None:
         clip_norm = self.replica.clip_norm

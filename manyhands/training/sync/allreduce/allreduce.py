@@ -88,6 +88,7 @@ class AllReduce:
             self.undo_log,
             self.cut,
             kept,
+            replica.buffers.row_factors(),
         )
         self.form = Form(len(layout.trainable), replica.buffers.row_width)
         self.outcomes = BufferOutcomes(replica.buffers, self.form)
@@ -188,14 +189,15 @@ class AllReduce:
             during = self.summing.streamed(
                 tree, micro_batch.index, self.reducing.finished, at_once=self.overlap
             )
-        return compute(
-            self.replica.model,
-            micro_batch,
-            loss,
-            seed=self.seed,
-            precision=self.precision,
-            during=during,
-        )
+        with self.replica.guard:
+            return compute(
+                self.replica.model,
+                micro_batch,
+                loss,
+                seed=self.seed,
+                precision=self.precision,
+                during=during,
+            )
 
     def _summed(self, step: int) -> None:
         """The whole sum of a step is in this host's memory."""

@@ -140,9 +140,6 @@ class Regrouping:
         """
         self.undo_log.repair()
         low, high = self.undo_log.steps()
-        if low < high:
-            self._catch_up(low)
-            self._finish_step(levels, rank, self._recall(levels, low))
         committed = self.replica.buffers.committed
         if not self.undo_log.get_buffers(high, committed):
             whole = self.undo_log.get_buffers(high - 1, committed)
@@ -150,6 +147,9 @@ class Regrouping:
             told = levels.recall(OUTCOMES, high - 1)
             self.outcomes.commit(self._recall(levels, high - 1), told)
             self.undo_log.put_buffers(high, committed)
+        if low < high:  # after the buffers: the update looks at what was merged
+            self._catch_up(low)
+            self._finish_step(levels, rank, self._recall(levels, low))
         self.undo_log.summed[:] = 0
         if told := levels.recall(FACTS, high - 1):  # they may all be new who are here now
             self.replica.facts = self.form.facts(self.form.read(high - 1, told), told)

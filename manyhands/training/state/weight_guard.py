@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Only the optimizer writes weights.
+
+The micro-batches of a step all start from the same weights. What forward or backward writes to
+them would reach whoever computes next, on this worker or (the weights are in shared memory) on
+another: a result that depends on who computed what, and when. So it is refused, by name.
+
+Three looks, because there are three ways to do it:
+
+- the version counter, the memory and the identity of every parameter, around each micro-batch:
+  finds `weight.copy_(...)`, `weight.data = ...` and a parameter put in another's place. Values are
+  compared where they could have been written (`weight.data.mul_` moves no counter):
+- a worker's first micro-batch is a **rehearsal**, on a copy of the weights that is compared with
+  them afterwards. What a model does always, it does there, and is told of in a sentence;
+- from then on the module's parameters are views of memory that can only be read (memory.twins):
+  what a model does rarely ends its worker with SIGSEGV, and its log says in which line. Where
+  memory cannot be protected (a worker that is a thread of somebody's program, a GPU), the weights
+  are compared around every micro-batch.
+"""
+
+import types
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from manyhands.training.state.layout import Layout, TensorPlace
+from manyhands.values.errors import TaskError
+
+LOOK_EVERY = 64
+"""Micro-batches between two looks at which parameters a model has."""
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+
+
+class HasWeights(Protocol):
+    """What is guarded: a replica."""
+
+    model: Module
+    layout: Layout
+    parameters: dict[str, Tensor]
+
+    def rehearse(self) -> None:
+        """Give the parameters memory of their own, with the weights in it."""
+        ...
+
+    def adopt(self) -> None: ...
+    def weight(self, piece: TensorPlace) -> Tensor: ...
+
+
+class WeightGuard:
+    """Entered around every micro-batch: `with guard: ...`."""
+
+    def __init__(self, replica: HasWeights, *, protected: bool) -> None:
+        """`protected`: memory that only the optimizer can write to."""
+        self.replica, self.protected = replica, protected
+        self._named = list(replica.model.named_parameters(remove_duplicate=False))
+        slots = [name.rpartition(".") for name, _ in self._named]
+        self._slots = [(replica.model.get_submodule(path), leaf) for path, _, leaf in slots]
+        self._own = [parameter for _, parameter in self._named]
+        self._ids = [id(parameter) for parameter in self._own]
+        self._needs = [parameter.requires_grad for parameter in self._own]
+        self._count, self._rehearsing = 0, False
+        self._versions: list[int] = []
+        self._places: list[int] = []
+        self._marks: list[int] | None = None
+
+    def __enter__(self) -> None:
+        self._rehearsing = self._count == 0
+        if self._rehearsing:
+            self.replica.rehearse()
+        self._versions = [p._version for p in self._own]
+        self._places = [p.data_ptr() for p in self._own]
+        self._marks = None if self.protected or self._rehearsing else self._sums()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: types.TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self._look()
+            self._count += 1
+        if self._rehearsing:
+            self._rehearsing = False
+            self.replica.adopt()
+
+    def _look(self) -> None:
+        ids = [id(module._parameters.get(name)) for module, name in self._slots]  # pyright: ignore[reportPrivateUsage]
+        if ids != self._ids:
+            raise TaskError(self._tell(_first(ids, self._ids), "puts another one in the place of"))
+        places = [p.data_ptr() for p in self._own]
+        if places != self._places:
+            raise TaskError(self._tell(_first(places, self._places), "gives other memory to"))
+        versions = [p._version for p in self._own]
+        if versions != self._versions:
+            raise TaskError(self._tell(_first(versions, self._versions), "writes to"))
+        if self._rehearsing or self._count % LOOK_EVERY == 0:
+            self._look_at_names()
+        if self._rehearsing and (name := self._written()) is not None:
+            raise TaskError(self._tell(name, "writes to"))
+        if self._marks is not None and (sums := self._sums()) != self._marks:
+            piece = self.replica.layout.pieces[_first(sums, self._marks)]
+            raise TaskError(self._tell(piece.name, "writes to"))
+
+    def _look_at_names(self) -> None:
+        """A parameter that came later, or that only now wants a gradient, would be trained by
+        nobody."""
+        known = set(self._ids)
+        for name, parameter in self.replica.model.named_parameters():
+            if id(parameter) not in known:
+                raise TaskError(
+                    f"parameter '{name}' of the model was made while it computed. Nobody trains, "
+                    "merges or saves it. Make all parameters when the model is built."
+                )
+        needs = [parameter.requires_grad for parameter in self._own]
+        for (name, _), needed, needs_now in zip(self._named, self._needs, needs, strict=True):
+            if needs_now and not needed:
+                raise TaskError(
+                    f"parameter '{name}' was frozen when the model was built, and now wants a "
+                    "gradient. Build the model with requires_grad = True and leave it out of the "
+                    "computation (or set its group's lr to 0) until its time comes."
+                )
+
+    def _written(self) -> str | None:
+        """The first parameter whose copy, on which the rehearsal was, is not what it was."""
+        replica = self.replica
+        for piece in replica.layout.pieces:
+            raw = [t.detach() for t in (replica.parameters[piece.name], replica.weight(piece))]
+            if not torch.equal(*(_bits(t, piece) for t in raw)):
+                return piece.name
+        return None
+
+    def _sums(self) -> list[int]:
+        replica = self.replica
+        sums = [_bits(replica.weight(piece), piece).sum() for piece in replica.layout.pieces]
+        return [int(s) for s in torch.stack(sums).tolist()] if sums else []
+
+    def _tell(self, which: int | str, does: str) -> str:
+        name = which if isinstance(which, str) else self._named[which][0]
+        path, _, leaf = name.rpartition(".")
+        module = self.replica.model.get_submodule(path)
+        where = f"module '{path}' ({type(module).__name__})" if path else "the model"
+        return (
+            f"{where} {does} its parameter '{leaf}' while a micro-batch is computed. All "
+            "micro-batches of a step start from the same weights, on whichever worker, and only "
+            "the optimizer may write them. Use a parametrization (torch.nn.utils.parametrizations, "
+            "register_parametrization), nn.Embedding(max_norm=...), or a step hook of the "
+            "optimizer; what is no weight belongs in a buffer."
+        )
+
+
+def _first(now: list[int], before: list[int]) -> int:
+    return next(k for k, (a, b) in enumerate(zip(now, before, strict=True)) if a != b)
+
+
+def _bits(tensor: Tensor, piece: TensorPlace) -> Tensor:
+    """All elements in the order of memory, as integers: NaN equals itself, 0.0 is not -0.0."""
+    flat = tensor.as_strided((piece.numel,), (1,))
+    return flat.view(_INTEGERS[piece.dtype.itemsize])
