@@ -221,6 +221,7 @@ class Supervisor:
         if sign.lost:
             self.now.held -= {worker.at}
         self.liveness.ended(sign.worker)
+        self.channel.assembly.forget(sign.worker)
         if worker.phase == "left":
             return
         if worker.phase == "starting" and not sign.lost:
@@ -239,7 +240,7 @@ class Supervisor:
         generation = now.view.generation if now.view else 0
         worker = now.workers.get(message.worker)
         if worker is None:
-            self.channel.refusals.count()
+            self.channel.router.refuse()
             return
         # These may be read after its end was seen.
         last_words = Begun | Beat | Scored | Trouble | Notice | Left | Written

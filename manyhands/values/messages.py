@@ -164,7 +164,18 @@ class Written(Message, frozen=True):
     blocked_s: float
 
 
-FILE_PIECE_BYTES = 1 << 20
+class Fragment(Message, frozen=True):
+    """A piece of a message that is too long for one; the next follows at once."""
+
+    worker: int
+    data: bytes
+    last: bool
+
+
+MOST_MESSAGE_BYTES = 256 << 10
+"""No message to the supervisor is longer, because strangers must not make it hold more: whoever
+sends more at a time is hung up on. What is longer travels in fragments."""
+FILE_PIECE_BYTES = 128 << 10
 """Files are carried in pieces of at most this size."""
 
 
@@ -326,6 +337,7 @@ FromWorker = (
     | RoundPart
     | Scored
     | Written
+    | Fragment
     | StoreFile
     | ReadFile
     | Trouble

@@ -16,7 +16,7 @@ from manyhands.launch.wire.control_channel import WorkerChannel
 from manyhands.values.messages import FILE_PIECE_BYTES, Answer, ReadFile, StoreFile
 from manyhands.values.run_folder import RunDir
 
-WINDOW = 8
+WINDOW = 16
 """Pieces that are on their way at a time."""
 
 

@@ -12,11 +12,9 @@ from pathlib import Path
 
 import msgspec
 import zmq
-from zmq.auth.thread import ThreadAuthenticator
 
 from manyhands.data.fetching.shard_cache import Cache, key_of
 from manyhands.data.fetching.shard_protocol import (
-    HANDSHAKE_MS,
     PIECE_BYTES,
     REQUEST_BYTES,
     WINDOW,
@@ -26,8 +24,9 @@ from manyhands.data.fetching.shard_protocol import (
     encode,
 )
 from manyhands.data.shards.manifest import ShardInfo
-from manyhands.values.credentials import Credentials, OnlyThisKey
+from manyhands.values.credentials import Credentials
 from manyhands.values.errors import DataError
+from manyhands.values.guarded_router import GuardedRouter
 
 _COMING = "it is still fetching it"
 
@@ -53,26 +52,20 @@ class ShardServer:
     ) -> None:
         self.store, self.coming = store, coming
         self.shards = {key_of(shard): shard for shard in shards}
-        self.context = zmq.Context()
-        self.auth = ThreadAuthenticator(self.context)
-        self.auth.start()
-        self.auth.configure_curve_callback(
-            domain="*", credentials_provider=OnlyThisKey(credentials.client_public)
+        self.router = GuardedRouter(
+            credentials.server_public,
+            credentials.server_secret,
+            credentials.client_public,
+            most_bytes=REQUEST_BYTES,
         )
-        self.socket: zmq.Socket[bytes] = self.context.socket(zmq.ROUTER)
-        self.socket.curve_server = True
-        self.socket.curve_publickey = credentials.server_public
-        self.socket.curve_secretkey = credentials.server_secret
-        self.socket.linger = 0
+        self.socket = self.router.socket
         # What a client does not take is dropped beyond this, and never waited for.
         self.socket.sndhwm = self.socket.rcvhwm = 2 * WINDOW
-        self.socket.maxmsgsize = REQUEST_BYTES
-        self.socket.handshake_ivl = HANDSHAKE_MS
         self.socket.ipv6 = "[" in bind
         try:
             self.socket.bind(bind)
         except zmq.ZMQError as error:
-            self._end()
+            self.router.close()
             raise DataError(f"shards cannot be served at {bind}: {error}") from error
         self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
         self._stop = os.eventfd(0)
@@ -82,13 +75,8 @@ class ShardServer:
     def close(self) -> None:
         os.eventfd_write(self._stop, 1)
         self._thread.join()
-        self._end()
+        self.router.close()
         os.close(self._stop)
-
-    def _end(self) -> None:
-        self.socket.close()
-        self.auth.stop()
-        self.context.term()
 
     def _run(self) -> None:
         poller = zmq.Poller()
@@ -100,7 +88,9 @@ class ShardServer:
                 return
             # Neither garbage nor a client that is gone ends the service to the others.
             with suppress(zmq.ZMQError, msgspec.MsgspecError, UnicodeError, ValueError):
-                client, request = self.socket.recv_multipart(flags=zmq.NOBLOCK)
+                if (received := self.router.receive()) is None:
+                    continue
+                client, request = received
                 ask = decode_request(request)
                 data, why = self._read(ask)
                 head = encode(PieceHead(ask.start, why, why == _COMING))

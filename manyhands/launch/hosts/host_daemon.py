@@ -56,6 +56,7 @@ from manyhands.launch.hosts.probe_process import Probe
 from manyhands.launch.shipping.ship_files import Unpacking
 from manyhands.values.credentials import Credentials
 from manyhands.values.errors import RequestError
+from manyhands.values.guarded_router import bracketed
 from manyhands.values.machine import machine, torch_version
 from manyhands.values.scratch_folder import Scratch, sweep
 from manyhands.values.version import VERSION
@@ -167,7 +168,7 @@ class _Visit:
         self.probe: Probe | None = None
         self.lease_s = min(IDLE_S, offer.patience_s)
         self.heard = time.monotonic()
-        self.socket.connect(f"tcp://{_bracketed(offer.host)}:{offer.port}")
+        self.socket.connect(f"tcp://{bracketed(offer.host)}:{offer.port}")
 
     def stay(self) -> int:
         self._tell(self._here())
@@ -421,7 +422,3 @@ def _asked_to_go(*, tied: bool) -> Generator[Callable[[], int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
-
-
-def _bracketed(address: str) -> str:
-    return f"[{address}]" if ":" in address else address

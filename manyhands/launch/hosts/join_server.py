@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 
 import msgspec
 import zmq
-from zmq.auth.thread import ThreadAuthenticator
 
 from manyhands.launch.engines.fork_agent import WorkerExit, WorkerStarted
 from manyhands.launch.hosts.join_protocol import (
@@ -40,10 +39,13 @@ from manyhands.launch.hosts.join_protocol import (
     decode_from_host,
     encode,
 )
-from manyhands.launch.wire.refusals import Refusals
-from manyhands.values.credentials import Credentials, OnlyThisKey
+from manyhands.values.credentials import Credentials
+from manyhands.values.guarded_router import GuardedRouter
 
-MOST_MESSAGE = 4 << 20
+MOST_BYTES = 256 << 10
+"""Hosts say nothing longer."""
+MOST_UNSENT = 256
+"""Messages that are kept for a host that does not read them."""
 
 
 @dataclass(slots=True)
@@ -89,28 +91,18 @@ class JoinServer:
     """The driver's end. Only its thread touches the socket."""
 
     def __init__(self, secret: bytes, addresses: list[str], port: int = 0) -> None:
-        self.context = zmq.Context()
-        credentials = Credentials.of(secret, "join")
-        self.auth = ThreadAuthenticator(self.context)
-        self.auth.start()
-        self.only = OnlyThisKey(credentials.client_public)
-        self.auth.configure_curve_callback(domain="*", credentials_provider=self.only)
-        self.socket: zmq.Socket[bytes] = self.context.socket(zmq.ROUTER)
-        self.socket.curve_server = True
-        self.socket.curve_publickey = credentials.server_public
-        self.socket.curve_secretkey = credentials.server_secret
-        self.socket.linger, self.socket.maxmsgsize = 1000, MOST_MESSAGE
-        self.socket.sndhwm = 0
-        self.refusals = Refusals(self.context, self.socket)
+        keys = Credentials.of(secret, "join")
+        self.router = GuardedRouter(
+            keys.server_public, keys.server_secret, keys.client_public, most_bytes=MOST_BYTES
+        )
+        self.socket, self.refusals = self.router.socket, self.router.refusals
+        self.socket.sndhwm = MOST_UNSENT
         try:
-            self.port = bind(self.socket, addresses, port)
+            self.port = self.router.bind(addresses, port)
         except zmq.ZMQError:
-            self.refusals.close()
-            self.socket.close(0)
-            self.auth.stop()
-            self.context.term()
+            self.router.close()
             raise
-        self.refusals.where = f"{_bracketed(addresses[0])}:{self.port}"
+        self.socket.linger = 1000
         self.happenings: queue.SimpleQueue[Happening] = queue.SimpleQueue()
         self.event = os.eventfd(0, os.EFD_NONBLOCK)
         """Readable when something has happened."""
@@ -171,8 +163,7 @@ class JoinServer:
         self._errands.put(None)
         os.eventfd_write(self._wake, 1)
         self._thread.join()
-        self.auth.stop()
-        self.context.term()
+        self.router.close()
         os.close(self.event)
         os.close(self._wake)
 
@@ -197,11 +188,8 @@ class JoinServer:
             with suppress(BlockingIOError):
                 os.eventfd_read(self._wake)
             if not self._run_errands():
-                self.refusals.close()
-                self.socket.close()
                 return
             self._receive()
-            self.refusals.look()
             if now >= due:
                 due = now + PING_S
                 self._ping(now)
@@ -216,15 +204,14 @@ class JoinServer:
         return True
 
     def _receive(self) -> None:
-        with suppress(zmq.Again):
-            while True:
-                identity, *_, data = self.socket.recv_multipart(flags=zmq.NOBLOCK)
-                try:
-                    message = decode_from_host(data)
-                except msgspec.MsgspecError:
-                    self.refusals.count()
-                    continue
-                self._hear(identity.hex(), message)
+        while (received := self.router.receive()) is not None:
+            identity, data = received
+            try:
+                message = decode_from_host(data)
+            except msgspec.MsgspecError:
+                self.router.refuse()
+                continue
+            self._hear(identity.hex(), message)
 
     def _hear(self, key: str, message: msgspec.Struct) -> None:
         guest = self.guests.get(key)
@@ -255,7 +242,7 @@ class JoinServer:
                 del self.guests[key]
                 self._tell(HostGone(key, because))
             case _:
-                self.refusals.count()
+                self.router.refuse()
 
     def _welcome(self, guest: JoinedHost) -> None:
         if self._load is not None:
@@ -277,25 +264,8 @@ class JoinServer:
             self._tell(HostGone(key, because))
 
     def _send(self, key: str, message: ToHost) -> None:
-        with suppress(zmq.ZMQError):
-            self.socket.send_multipart([bytes.fromhex(key), encode(message)], flags=zmq.NOBLOCK)
+        self.router.send(bytes.fromhex(key), encode(message))
 
     def _tell(self, happening: Happening) -> None:
         self.happenings.put(happening)
         os.eventfd_write(self.event, 1)
-
-
-def bind(socket: "zmq.Socket[bytes]", addresses: list[str], port: int) -> int:
-    """Listen at all of these addresses, on one port: the one given, or any."""
-    first, *others = addresses
-    if port:
-        socket.bind(f"tcp://{_bracketed(first)}:{port}")
-    else:
-        port = socket.bind_to_random_port(f"tcp://{_bracketed(first)}")
-    for address in others:
-        socket.bind(f"tcp://{_bracketed(address)}:{port}")
-    return port
-
-
-def _bracketed(address: str) -> str:
-    return f"[{address}]" if ":" in address else address

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The control channel between supervisor and workers, its heartbeats and refusals."""
+"""The control channel between supervisor and workers, its long messages and heartbeats."""

@@ -3,7 +3,8 @@
 
 The supervisor makes two key pairs per run. Workers receive theirs, and the supervisor's public
 key, from the process that starts them, never on a command line. A connection with any other key is
-refused before a byte of it is read. It listens on loopback unless told otherwise.
+refused before a message of it is read, and what it could make us hold is bounded
+(guarded_router.py). It listens on loopback unless told otherwise.
 
 In a worker one thread owns the socket: it sends heartbeats, and what arrives is put where the
 training thread looks for it.
@@ -18,13 +19,13 @@ from contextlib import suppress
 
 import msgspec
 import zmq
-from zmq.auth.thread import ThreadAuthenticator
 
 from manyhands.launch.wire.heartbeat import Heartbeat, Waiting
-from manyhands.launch.wire.refusals import Refusals
-from manyhands.values.credentials import OnlyThisKey
+from manyhands.launch.wire.long_messages import Assembly, fragments
 from manyhands.values.errors import Broken
+from manyhands.values.guarded_router import GuardedRouter, bracketed
 from manyhands.values.messages import (
+    MOST_MESSAGE_BYTES,
     Answer,
     Break,
     FromSupervisor,
@@ -41,64 +42,52 @@ from manyhands.values.messages import (
 from manyhands.values.worker_orders import Keys
 
 BEAT_S = 0.25
+MOST_UNSENT = 256
+"""Messages that are kept for a worker that does not read them."""
 
 
 class SupervisorChannel:
     """The supervisor's end."""
 
     def __init__(self, address: str = "127.0.0.1") -> None:
-        self.context = zmq.Context()
         public, secret = zmq.curve_keypair()
         worker_public, worker_secret = zmq.curve_keypair()
-        self.auth = ThreadAuthenticator(self.context)
-        self.auth.start()
-        self.auth.configure_curve_callback(
-            domain="*", credentials_provider=OnlyThisKey(worker_public)
-        )
-        self.socket: zmq.Socket[bytes] = self.context.socket(zmq.ROUTER)
-        self.socket.curve_server = True
-        self.socket.curve_publickey, self.socket.curve_secretkey = public, secret
-        self.socket.linger = 0
-        self.socket.ipv6 = ":" in address
-        self.refusals = Refusals(self.context, self.socket)
-        where = f"[{address}]" if ":" in address else address
-        port = self.socket.bind_to_random_port(f"tcp://{where}")
-        self.refusals.where = f"{where}:{port}"
-        self.keys = Keys(f"tcp://{where}:{port}", public, worker_public, worker_secret)
+        self.router = GuardedRouter(public, secret, worker_public, most_bytes=MOST_MESSAGE_BYTES)
+        self.socket, self.refusals = self.router.socket, self.router.refusals
+        self.socket.sndhwm = MOST_UNSENT
+        self.assembly = Assembly()
+        port = self.router.bind([address])
+        where = f"tcp://{bracketed(address)}:{port}"
+        self.keys = Keys(where, public, worker_public, worker_secret)
 
     def keys_for(self, host: str) -> Keys:
         """For a worker that reaches this host under that name."""
         port = self.keys.address.rpartition(":")[2]
-        where = f"[{host}]" if ":" in host else host
-        return msgspec.structs.replace(self.keys, address=f"tcp://{where}:{port}")
+        return msgspec.structs.replace(self.keys, address=f"tcp://{bracketed(host)}:{port}")
 
     def send(self, worker: int, message: FromSupervisor) -> None:
-        self.socket.send_multipart([_identity(worker), encode(message)])
+        self.router.send(_identity(worker), encode(message))
 
     def receive(self) -> list[FromWorker]:
         """What has arrived; never blocks. Garbage is counted, and so is a message in the name of
         another than whose connection it is."""
         messages: list[FromWorker] = []
-        self.refusals.look()
-        with suppress(zmq.Again):
-            while True:
-                identity, *_, data = self.socket.recv_multipart(flags=zmq.NOBLOCK)
-                try:
-                    message = decode_from_worker(data)
-                except msgspec.MsgspecError:
-                    self.refusals.count()
-                    continue
-                if identity == _identity(message.worker):
-                    messages.append(message)
-                else:
-                    self.refusals.count()
+        while (received := self.router.receive()) is not None:
+            identity, data = received
+            try:
+                message = decode_from_worker(data)
+                if identity != _identity(message.worker):
+                    raise msgspec.ValidationError("it is in another's name")
+                whole = self.assembly.add(message)
+            except msgspec.MsgspecError:
+                self.router.refuse()
+                continue
+            if whole is not None:
+                messages.append(whole)
         return messages
 
     def close(self) -> None:
-        self.refusals.close()
-        self.socket.close()
-        self.auth.stop()
-        self.context.term()
+        self.router.close()
 
 
 class WorkerChannel:
@@ -212,7 +201,8 @@ class WorkerChannel:
     def _send(self, message: FromWorker) -> None:
         """What cannot be encoded is left out: this thread must live to send the rest."""
         with suppress(UnicodeEncodeError, msgspec.MsgspecError):
-            self.socket.send(encode(message))
+            for piece in fragments(message):
+                self.socket.send(piece)
 
     def _send_waiting(self) -> bool:
         with suppress(queue.Empty):

@@ -2,21 +2,18 @@
 
 import json
 import random
-import re
-import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import zmq
-from zmq.auth.thread import ThreadAuthenticator
 
 import manyhands as mh
 from manyhands.driver import drive as run_module
@@ -27,15 +24,14 @@ from manyhands.launch.engines.launcher import Launcher
 from manyhands.launch.hosts import join_protocol
 from manyhands.launch.hosts.requested_hosts import open_hosts
 from manyhands.launch.wire.control_channel import Keys, SupervisorChannel
-from manyhands.launch.wire.refusals import RefusalCounts, Refusals, said
-from manyhands.values.credentials import Credentials, OnlyThisKey, new_secret, read_token
+from manyhands.values.credentials import Credentials, read_token
 from manyhands.values.messages import Beat, FromWorker, Hello, Leaving, Left, RoundPart, encode
 from manyhands.values.run_folder import RunDir
 from manyhands.values.run_options import Where
 from tests.support.cluster import MANYHANDS
+from tests.support.hostile_clients import GREETING, dealer, throw
 
 PATIENCE_S = 60.0
-GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00CURVE" + bytes(15) + bytes(32)
 SETTINGS = ["train.batch=16", "train.steps=150", "log.every_steps=1"]
 TASK = """
 import time, torch, manyhands as mh
@@ -60,101 +56,6 @@ def until(what: Callable[[], Any]) -> Any:
         assert time.monotonic() < deadline, "it did not come to that"
         time.sleep(0.02)
     return found
-
-
-# ---- counting
-
-
-@contextmanager
-def guarded() -> Iterator[tuple["zmq.Socket[bytes]", Refusals, Credentials, int]]:
-    """A socket as ours are, with who is turned away there counted."""
-    credentials = Credentials.of(new_secret(), "test")
-    context = zmq.Context()
-    auth = ThreadAuthenticator(context)
-    auth.start()
-    only = OnlyThisKey(credentials.client_public)
-    auth.configure_curve_callback(domain="*", credentials_provider=only)
-    router = context.socket(zmq.ROUTER)
-    router.curve_server, router.linger = True, 0
-    router.curve_publickey = credentials.server_public
-    router.curve_secretkey = credentials.server_secret
-    refusals = Refusals(context, router)
-    port = router.bind_to_random_port("tcp://127.0.0.1")
-    refusals.where = f"127.0.0.1:{port}"
-    try:
-        yield router, refusals, credentials, port
-    finally:
-        refusals.close()
-        router.close()
-        auth.stop()
-        context.term()
-
-
-@contextmanager
-def dealer(
-    port: int, server: bytes, public: bytes, secret: bytes, name: bytes = b""
-) -> Iterator["zmq.Socket[bytes]"]:
-    context = zmq.Context()
-    dealing = context.socket(zmq.DEALER)
-    dealing.linger = 1000
-    if name:
-        dealing.identity = name
-    dealing.curve_serverkey, dealing.curve_publickey, dealing.curve_secretkey = (
-        server,
-        public,
-        secret,
-    )
-    dealing.connect(f"tcp://127.0.0.1:{port}")
-    try:
-        yield dealing
-    finally:
-        dealing.close()
-        context.term()
-
-
-def throw(port: int, data: bytes) -> None:
-    with suppress(OSError), socket.create_connection(("127.0.0.1", port), 5) as stranger:
-        stranger.sendall(data)
-
-
-def test_strangers_are_counted_and_friends_are_not() -> None:
-    with guarded() as (router, refusals, credentials, port):
-
-        def counts() -> tuple[int, int]:
-            refusals.look()
-            return refusals.connections, refusals.keys
-
-        keys = credentials.server_public, credentials.client_public, credentials.client_secret
-        with dealer(port, *keys) as friend:
-            friend.send(b"hello")
-            until(lambda: router.poll(20))
-        throw(port, random.Random(1).randbytes(1000))
-        throw(port, GREETING + random.Random(1).randbytes(1000))
-        throw(port, b"")
-        until(lambda: counts() == (3, 0))
-        with dealer(port, credentials.server_public, *zmq.curve_keypair()):
-            until(lambda: counts() == (4, 1))
-        other = Credentials.of(new_secret(), "test")
-        with dealer(port, other.server_public, other.client_public, other.client_secret):
-            until(lambda: counts()[1] >= 2)
-        assert refusals.words() is None, "what comes within a second of the first is in it"
-        text = until(refusals.words)
-        assert re.fullmatch(
-            r"\d+ connections? with another key and 3 connections that did not speak our language "
-            rf"were refused at 127.0.0.1:{port}",
-            text,
-        )
-        refusals.count()
-        assert refusals.words() is None, "at most once in a while"
-
-
-def test_what_was_refused_in_words() -> None:
-    assert (
-        said(RefusalCounts(keys=3), "h:1") == "3 connections with another key were refused at h:1"
-    )
-    assert (
-        said(RefusalCounts(messages=1), "h:1") == "1 message that made no sense was refused at h:1"
-    )
 
 
 # ---- a run
