@@ -73,7 +73,7 @@ class GuardedRouter:
         self._from = ""
         """The address of who sent what was received last."""
         self._lock = threading.Lock()
-        self._connections: dict[int, _Connection] = {}
+        self.connections: dict[int, _Connection] = {}
         """By descriptor."""
         self._quiet = 0
         """Those that have proven who they are (nobody says which) and said nothing yet."""
@@ -143,7 +143,7 @@ class GuardedRouter:
         self._from = plain_address(str(parts[0].get("Peer-Address")))
         with self._lock:
             # One that the thread has not seen yet is proven by what it says next.
-            if (connection := self._connections.get(descriptor)) is not None:
+            if (connection := self.connections.get(descriptor)) is not None:
                 if not connection.proven:
                     connection.proven, self._quiet = True, max(0, self._quiet - 1)
                 connection.read += sum(map(len, parts))
@@ -171,12 +171,12 @@ class GuardedRouter:
 
     def _see(self, event: int, value: int) -> None:
         if event == zmq.EVENT_ACCEPTED:
-            self._connections[value] = _Connection(self._handle.of(value, _peer) or "")
+            self.connections[value] = _Connection(self._handle.of(value, _peer) or "")
             self._make_room()
         elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._quiet += 1
         elif event == zmq.EVENT_DISCONNECTED:
-            gone = self._connections.pop(value, None)
+            gone = self.connections.pop(value, None)
             if gone is None or gone.proven:
                 return
             if self._quiet:  # one of ours that went before it had said anything
@@ -188,19 +188,19 @@ class GuardedRouter:
             self.refusals.keys += 1
 
     def _make_room(self) -> None:
-        unproven = {fd: c.address for fd, c in self._connections.items() if not c.proven}
+        unproven = {fd: c.address for fd, c in self.connections.items() if not c.proven}
         if len(unproven) <= MOST_UNPROVEN:
             return
         ((most, _),) = Counter(unproven.values()).most_common(1)
         oldest = next(fd for fd, address in unproven.items() if address == most)
         self._end(oldest)
-        del self._connections[oldest]
+        del self.connections[oldest]
         self.refusals.connections += 1
         self.refusals.crowd += 1
         self.refusals.note(most)
 
     def _end_floods(self) -> None:
-        for descriptor, connection in list(self._connections.items()):
+        for descriptor, connection in list(self.connections.items()):
             received = self._handle.of(descriptor, _received) or 0
             if received - connection.read > self._most_unread:
                 self._end(descriptor)

@@ -31,14 +31,14 @@ class Refusals:
         """Connections that ended before they had proven who they are, those of them with another
         key, those that were ended because there were too many or because they sent too much, and
         messages that could not be read or came from somebody who does not exist."""
-        self._from = Counter[str]()
-        """The addresses of those who were not told of yet."""
+        self.addresses = Counter[str]()
+        """Of those who were turned away and not told of yet."""
         self._told, self._told_at, self._first_at = RefusalCounts(), 0.0, 0.0
 
     def note(self, address: str) -> None:
         """Somebody there was turned away."""
-        if address and (address in self._from or len(self._from) < MOST_ADDRESSES):
-            self._from[address] += 1
+        if address and (address in self.addresses or len(self.addresses) < MOST_ADDRESSES):
+            self.addresses[address] += 1
 
     def words(self) -> str | None:
         """About what is new, if it is time to say something."""
@@ -56,7 +56,7 @@ class Refusals:
         if now - self._first_at < FIRST_S or (self._told_at and now - self._told_at < TELL_S):
             return None
         new = RefusalCounts(*(max(0, a - b) for a, b in zip(counts, self._told, strict=True)))
-        addresses, self._from = self._from, Counter[str]()
+        addresses, self.addresses = self.addresses, Counter[str]()
         self._told, self._told_at, self._first_at = counts, now, 0.0
         if not any(new):
             return None

@@ -1,7 +1,7 @@
 """Clients that no server would like to have: strangers, floods, and friends with bad manners."""
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -14,7 +14,7 @@ GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00CURVE" + bytes(15) + bytes(32)
 @contextmanager
 def dealer(
     port: int, server: bytes, public: bytes, secret: bytes, name: bytes = b""
-) -> Iterator["zmq.Socket[bytes]"]:
+) -> Generator["zmq.Socket[bytes]"]:
     context = zmq.Context()
     dealing = context.socket(zmq.DEALER)
     dealing.linger = 1000
@@ -55,7 +55,9 @@ def pour(port: int, size: int, at_a_time: int = 1 << 20) -> int:
 
 
 @contextmanager
-def half_open(port: int, count: int, begin: bytes = GREETING[:11]) -> Iterator[list[socket.socket]]:
+def half_open(
+    port: int, count: int, begin: bytes = GREETING[:11]
+) -> Generator[list[socket.socket]]:
     """So many connections that begin to say who they are, and never finish."""
     with ExitStack() as stack:
         found: list[socket.socket] = []

@@ -5,7 +5,7 @@ import random
 import re
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -52,7 +52,7 @@ class Guarded:
 
 
 @contextmanager
-def opened() -> Iterator[Guarded]:
+def opened() -> Generator[Guarded]:
     guarded = Guarded()
     try:
         yield guarded
@@ -122,7 +122,7 @@ def test_a_thousand_that_do_not_say_who_they_are_leave_descriptors_and_friends_i
             before = descriptors() - len(strangers)
             until(lambda: door.refusals.crowd >= 400 - MOST_UNPROVEN)
             until(lambda: descriptors() <= len(strangers) + before)
-            assert sum(not c.proven for c in door.router._connections.values()) <= MOST_UNPROVEN
+            assert sum(not c.proven for c in door.router.connections.values()) <= MOST_UNPROVEN
             assert door.hears(friend, b"meanwhile")
             with dealer(door.port, *door.keys) as newcomer:
                 assert door.hears(newcomer, b"new")
@@ -185,4 +185,4 @@ def test_of_a_flood_of_addresses_only_some_are_remembered() -> None:
     refusals = Refusals()
     for n in range(10_000):
         refusals.note(f"2001:db8::{n:x}")
-    assert len(refusals._from) <= 256
+    assert len(refusals.addresses) <= 256
