@@ -38,7 +38,7 @@ from rows import Metric, Wanted, console
 from works import WORKS
 
 from manyhands.testing.namespaces import Host, Network, why_not
-from manyhands.values.credentials import new_secret, write_token
+from manyhands.values.join_token import key_for
 
 HERE = Path(__file__).parent
 PORT = 7077
@@ -63,14 +63,16 @@ TARGETS = {
     for shape in SHAPES
     for link in LINKS
 }
-TARGETS |= {(what, "seconds"): Wanted("≤", s, of_ratio=False) for what, s in SECONDS.items()}
+TARGETS.update({(what, "seconds"): Wanted("≤", s, of_ratio=False) for what, s in SECONDS.items()})
 SLOW = {"1G": 1000.0, "500M": 500.0, "250M": 250.0}
 STEPS_OF_OVERLAP = {"gpt": 16, "tower": 40}
-TARGETS |= {
-    (f"{work} 2x1 {link}", "gain"): Wanted("≥", 0.8, of_ratio=False)
-    for work in STEPS_OF_OVERLAP
-    for link in SLOW
-}
+TARGETS.update(
+    {
+        (f"{work} 2x1 {link}", "gain"): Wanted("≥", 0.8, of_ratio=False)
+        for work in STEPS_OF_OVERLAP
+        for link in SLOW
+    }
+)
 
 
 # ---- speed
@@ -91,7 +93,7 @@ def ours(
     net: Network, work: str, per_host: int, scratch: Path, steps: int, *settings: str
 ) -> list[tuple[Host, list[str]]]:
     first, token = net.hosts[0].address, scratch / "token"
-    write_token(token, new_secret())
+    key_for(token)
     workers = per_host * len(net.hosts)
     batch = WORKS[work].batch
     sets = [f"train.batch={batch}", f"train.micro_batch={batch // workers}", f"train.steps={steps}"]
@@ -255,8 +257,9 @@ print(statistics.median(took[2:]))
         )
         for rank, host in enumerate(net.hosts)
     ]
-    addresses = " ".join(p.stdout.readline().strip() for p in pair)
+    addresses = " ".join(p.stdout.readline().strip() for p in pair if p.stdout is not None)
     for process in pair:
+        assert process.stdin is not None
         process.stdin.write(addresses + "\n")
         process.stdin.flush()
     return max(float(p.communicate(timeout=120)[0]) for p in pair)

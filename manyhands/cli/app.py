@@ -39,7 +39,9 @@ def root(
 for name, command in (
     ("prepare", data_commands.prepare),
     ("data", data_commands.data),
+    ("token", host_commands.token),
     ("worker", host_commands.worker),
+    ("hosts", host_commands.hosts),
     ("doctor", host_commands.doctor),
     ("scale", live_commands.scale),
     ("set", live_commands.change),

@@ -2,16 +2,35 @@
 """Commands for runs on several hosts."""
 
 import sys
+import time
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
+from rich.table import Table
 
 from manyhands.cli.options_from_requests import options_of
 from manyhands.cli.printing import to_json
-from manyhands.cli.shared_arguments import JsonFlag
+from manyhands.cli.shared_arguments import JsonFlag, RunFolder, WaitOption
 from manyhands.values.errors import RequestError
 from manyhands.values.run_options import DoctorRequest
+
+
+def token(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Where to write it.")],
+    name: Annotated[
+        str | None,
+        typer.Option("--for", metavar="NAME", help="For this host alone, in FILE.NAME."),
+    ] = None,
+) -> None:
+    """Make a token by which hosts can join runs that are started with --token-file FILE.
+
+    FILE is for hosts; FILE.key, the driver's key, stays where runs are started.
+    """
+    from manyhands.values.join_token import make_token
+
+    print(make_token(file, name))
 
 
 def worker(
@@ -47,6 +66,39 @@ def worker(
         say=lambda text: print(text, file=sys.stderr, flush=True),
     )
     raise typer.Exit(code)
+
+
+def hosts(
+    folder: RunFolder,
+    drop: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Drop this host now, and for good.")
+    ] = None,
+    wait: WaitOption = 60.0,
+    json: JsonFlag = False,
+) -> None:
+    """List the hosts of RUN; or drop one, which then cannot come back."""
+    if drop is not None:
+        from manyhands.stories.live import drop_host
+
+        print(drop_host(folder, drop, wait))
+        return
+    from manyhands.stories.status import hosts as hosts_of
+
+    found = hosts_of(folder)
+    if json:
+        print(to_json(found))
+        return
+    if not found:
+        print(f"no host works for {folder} now")
+        return
+    columns = ("host", "address", "slots", "ranks", "since", "token", "state")
+    table = Table(*columns, box=None, pad_edge=False)
+    for host in found:
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(host["since"]))
+        ranks = ", ".join(map(str, host["ranks"]))
+        parts = (host["name"], host["address"], str(host["slots"]), ranks, since)
+        table.add_row(*parts, host["token"], host["state"])
+    Console().print(table)
 
 
 @options_of(DoctorRequest)

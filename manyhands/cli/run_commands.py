@@ -59,6 +59,7 @@ def status(folder: RunFolder, json: JsonFlag = False) -> None:
         return
     workers: Any = found.pop("workers")
     links: Any = found.pop("links", [])
+    found.pop("hosts", None)  # manyhands hosts shows them
     hidden = ("pid", "host", "time", "run", "seconds_ago", "verdict")
     shown = {k: v for k, v in found.items() if k not in hidden}
     shown["saved"] = ", ".join(str(s) for s in found["saved"]) or "nothing yet"

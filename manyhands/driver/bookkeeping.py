@@ -37,7 +37,7 @@ from manyhands.values.messages import Beat, SavedFile, Settings, View
 from manyhands.values.report import Report
 from manyhands.values.run_folder import write_whole
 from manyhands.values.verdict import Cause, Verdict, explain
-from manyhands.values.worker_status import Link, WorkerStatus
+from manyhands.values.worker_status import HostStatus, Link, WorkerStatus
 
 
 class Bookkeeping:
@@ -65,6 +65,7 @@ class Bookkeeping:
         self.status_of: list[WorkerStatus] = []
         self.outlook: Callable[[], dict[str, str]] = dict[str, str]
         """The wished speed and the forecast, while there are any."""
+        self.hosts: list[HostStatus] = []
         self.links: list[Link] = []
         self.first_step = first_step
         # By step: what was evaluated again after a resume counts once.
@@ -125,8 +126,14 @@ class Bookkeeping:
             if self.job.on_step is not None:
                 self.job.on_step(event)
 
-    def status(self, workers: list[WorkerStatus], links: list[Link], doing: str) -> None:
-        self.status_of, self.links, self.doing = workers, links, doing
+    def status(
+        self,
+        workers: list[WorkerStatus],
+        hosts: list[HostStatus],
+        links: list[Link],
+        doing: str,
+    ) -> None:
+        self.status_of, self.hosts, self.links, self.doing = workers, hosts, links, doing
         self.progress.workers = len(workers)
         self._write_status()
 
@@ -311,7 +318,15 @@ class Bookkeeping:
         if self.state != "forgotten":
             state = self.doing if self.state == "running" else self.state
             outlook = self.outlook() if self.state == "running" else {}
-            write_status(self.job.run, state, self.progress, self.status_of, self.links, outlook)
+            write_status(
+                self.job.run,
+                state,
+                self.progress,
+                self.status_of,
+                self.hosts,
+                self.links,
+                outlook,
+            )
 
 
 def drivers_fault(error: OSError, step: int) -> Cause:

@@ -144,6 +144,7 @@ def _see_to_its_end(
             objection=books.live.objection,
             room=room_for(job, launcher, made),
             want=wanting(launcher),
+            withdraw=launcher.hosts.withdraw,
             speed=speed,
         )
         supervisor = Supervisor(

@@ -11,7 +11,7 @@ import msgspec
 
 from manyhands.monitor.terminal import Progress
 from manyhands.values.run_folder import RunDir, write_whole
-from manyhands.values.worker_status import Link, WorkerStatus
+from manyhands.values.worker_status import HostStatus, Link, WorkerStatus
 
 
 def write_status(
@@ -19,6 +19,7 @@ def write_status(
     state: str,
     progress: Progress,
     workers: Sequence[WorkerStatus],
+    hosts: Sequence[HostStatus],
     links: Sequence[Link],
     outlook: Mapping[str, str],
 ) -> None:
@@ -34,6 +35,7 @@ def write_status(
         "host": platform.node(),
         "time": time.time(),
         "workers": workers,
+        "hosts": hosts,
         "links": links,
     }
     with suppress(OSError):

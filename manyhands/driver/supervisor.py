@@ -15,6 +15,7 @@ from manyhands.driver.run_file_server import FileServer
 from manyhands.driver.supervise import decisions
 from manyhands.driver.supervise.audit import Audit
 from manyhands.driver.supervise.host_links import HostLinks
+from manyhands.driver.supervise.host_roster import with_ranks
 from manyhands.driver.supervise.liveness import Liveness
 from manyhands.driver.supervise.membership import decide, redealt, suspicious
 from manyhands.driver.supervise.run_outcome import Done, Incident
@@ -415,6 +416,7 @@ class Supervisor:
                 for m, worker in zip(view.members, self.now.members(), strict=True)
                 if worker.phase != "gone"
             ],
+            with_ranks(self.launcher.hosts.roster(), self.now),
             self.links.present(),
             doing,
         )

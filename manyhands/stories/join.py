@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from manyhands.launch.hosts.host_daemon import Offer, serve
-from manyhands.values.credentials import parse_token, read_token
 from manyhands.values.errors import RequestError
+from manyhands.values.join_token import parse_token, read_token
 from manyhands.values.machine import machine
 
 
@@ -26,18 +26,20 @@ def join(
     standard input; `tied`: go when that ends. Returns the exit code."""
     host, port = _host_and_port(where)
     if str(token_file) == "-":
-        secret = parse_token(sys.stdin.readline(), "standard input")
+        token = parse_token(sys.stdin.readline(), "standard input")
     else:
-        secret = read_token(token_file)
+        token = read_token(token_file)
+    if name and token.name and name != token.name:
+        raise RequestError(f"this token was made for host {token.name}, not for --name {name}.")
     if slots is not None and slots < 1:
         raise RequestError(f"--slots must be at least 1, got {slots}.")
     mine = machine()
     offer = Offer(
         host=host,
         port=port,
-        secret=secret,
+        token=token,
         slots=mine.cores if slots is None else slots,
-        name=name or mine.host,
+        name=name or token.name or mine.host,
         address=address or "",
         patience_s=patience_s,
         tied=tied,

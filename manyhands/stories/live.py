@@ -7,6 +7,7 @@ from manyhands.driver.live.command_socket import (
     Ask,
     Change,
     Continue,
+    Dismiss,
     Examine,
     NobodyThere,
     Pause,
@@ -38,6 +39,10 @@ def go_on(run: Path, wait_s: float) -> str:
 
 def stop(run: Path, wait_s: float) -> str:
     return _said(run, StopRun(), wait_s)
+
+
+def drop_host(run: Path, host: str, wait_s: float) -> str:
+    return _said(run, Dismiss(host), wait_s)
 
 
 def wait_for_the_end(run: Path, wait_s: float) -> None:

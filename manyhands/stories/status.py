@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.checkpoint.commit import FolderStorage
+from manyhands.launch.hosts.withdrawn_hosts import read_withdrawn
 from manyhands.monitor.run_status import status as status_of
 from manyhands.values.run_folder import open_run, runs_under
 
@@ -12,6 +13,24 @@ from manyhands.values.run_folder import open_run, runs_under
 def status(run: Path) -> dict[str, Any]:
     folder = open_run(run)
     return {**status_of(folder), "saved": FolderStorage(folder).steps()}
+
+
+def hosts(run: Path) -> list[dict[str, Any]]:
+    """Those that work for it now, the driver's first; and those that were dropped from it."""
+    folder = open_run(run)
+    now = status_of(folder)
+    going = now["state"] in ("running", "paused")
+    found: list[dict[str, Any]] = now.get("hosts", []) if going else []
+    dropped = [
+        {"name": host.name, "since": host.time, "state": "dropped", "token": _whose(host.token)}
+        for host in read_withdrawn(folder)
+    ]
+    nothing = {"address": "", "slots": 0, "ranks": []}
+    return [*found, *(nothing | row for row in dropped)]
+
+
+def _whose(token: str) -> str:
+    return "its own" if token else "shared"
 
 
 def list_runs(under: Path) -> list[dict[str, Any]]:

@@ -1,22 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Secrets of a run: one of 32 random bytes, from which all keys come; and the file it lives in.
+"""Secrets that members of a run share, 32 random bytes each, and the keys that follow from them.
 
-Who has the secret can join and is believed; nobody else is heard. It is handed on in files that
-only their owner can read, or over channels that it protects; never on a command line, in a log or
-in the environment.
+Who has the secret is believed by the others who have it; nobody else is heard. It is handed on over
+channels that are protected; never on a command line, in a log or in the environment. How hosts
+join, and know the driver, is another matter: join_token.py.
 """
 
 import hashlib
-import os
 import secrets
-import stat
-from pathlib import Path
 
 import msgspec
 import zmq
 from zmq.utils import z85
-
-from manyhands.values.errors import RequestError
 
 _LENGTH = 32
 
@@ -59,39 +54,3 @@ def derived(secret: bytes, purpose: str) -> bytes:
     """A secret for one purpose; from it the others cannot be told."""
     assert len(secret) == _LENGTH
     return hashlib.blake2b(purpose.encode(), key=secret, digest_size=32).digest()
-
-
-def write_token(path: Path, secret: bytes) -> None:
-    """For others to join by: a file that only its owner can read."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
-    with os.fdopen(fd, "w") as file:
-        os.fchmod(fd, 0o600)
-        file.write(secret.hex() + "\n")
-
-
-def read_token(path: Path) -> bytes:
-    """The secret in a token file; one that others can read is refused."""
-    try:
-        mode = path.stat().st_mode
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"the token file {path} cannot be read: {error}") from error
-    if stat.S_ISREG(mode) and mode & 0o077:
-        raise RequestError(
-            f"the token file {path} can be read by others (mode {mode & 0o777:o}). Make a new one, "
-            f"or, if nobody has read it: chmod 600 {path}"
-        )
-    return parse_token(text, str(path))
-
-
-def parse_token(text: str, where: str) -> bytes:
-    try:
-        secret = bytes.fromhex(text.strip())
-    except ValueError:
-        secret = b""
-    if len(secret) != _LENGTH:
-        raise RequestError(
-            f"{where} holds no token: 64 hexadecimal digits, as `manyhands train` writes them."
-        )
-    return secret

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A socket that strangers can reach: what they can make us hold is bounded before it is read.
 
-Only clients with one key are heard (CURVE). A frame longer than `most_bytes` ends its connection
-before room is made for it, a handshake that takes longer than HANDSHAKE_MS too. Of connections that
-have not said anything yet there are MOST_UNPROVEN at most: when more come, the oldest of whoever
-has most of them is ended, so descriptors are left for the run. Messages have one part; a connection
-of which more has arrived than MOST_WAITING messages, unread, is ended too. (A frame's limit is
-no limit of a message: parts are kept, however many, until the last has come.)
+Only clients with a key that is known are heard (CURVE). A frame longer than `most_bytes` ends its
+connection before room is made for it, a handshake that takes longer than HANDSHAKE_MS too. Of
+connections that have not said anything yet there are MOST_UNPROVEN at most: when more come, the
+oldest of whoever has most of them is ended, so descriptors are left for the run. Messages have one
+part; a connection of which more has arrived than MOST_WAITING messages, unread, is ended too. (A
+frame's limit is no limit of a message: parts are kept, however many, until the last has come.)
 
 So strangers can have MOST_UNPROVEN * most_bytes of our memory, a holder of the key
 MOST_WAITING * most_bytes for each connection. ZeroMQ cannot count connections by itself: a thread
@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
@@ -54,15 +54,24 @@ class _Connection:
     """Bytes of it that were given out."""
 
 
+class KeyCheck(Protocol):
+    """The authenticator's question, from a thread of its own: may a client with this key speak?"""
+
+    def callback(self, domain: str, key: bytes) -> bool: ...
+
+
 class GuardedRouter:
     """`bind`, `receive` and `send` belong to one thread."""
 
-    def __init__(self, public: bytes, secret: bytes, client: bytes, *, most_bytes: int) -> None:
-        """The server's keys, and the public one of those who may speak."""
+    def __init__(
+        self, public: bytes, secret: bytes, client: bytes | KeyCheck, *, most_bytes: int
+    ) -> None:
+        """The server's keys, and the public one of those who may speak, or who knows these."""
         self.context: zmq.Context[Any] = zmq.Context()
         self.auth = ThreadAuthenticator(self.context)
         self.auth.start()
-        self.auth.configure_curve_callback(domain="*", credentials_provider=OnlyThisKey(client))
+        check = OnlyThisKey(client) if isinstance(client, bytes) else client
+        self.auth.configure_curve_callback(domain="*", credentials_provider=check)
         self.socket: zmq.Socket[bytes] = self.context.socket(zmq.ROUTER)
         self.socket.curve_server = True
         self.socket.curve_publickey, self.socket.curve_secretkey = public, secret
@@ -72,6 +81,8 @@ class GuardedRouter:
         self._most_unread = MOST_WAITING * most_bytes
         self._from = ""
         """The address of who sent what was received last."""
+        self.key = b""
+        """And the public key, which CURVE has proven."""
         self._lock = threading.Lock()
         self.connections: dict[int, _Connection] = {}
         """By descriptor."""
@@ -141,6 +152,7 @@ class GuardedRouter:
             return -1
         descriptor = int(parts[0].get(zmq.SRCFD))
         self._from = plain_address(str(parts[0].get("Peer-Address")))
+        self.key = str(parts[0].get("User-Id")).encode()
         with self._lock:
             # One that the thread has not seen yet is proven by what it says next.
             if (connection := self.connections.get(descriptor)) is not None:

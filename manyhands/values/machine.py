@@ -20,6 +20,11 @@ def machine() -> Machine:
     return Machine(socket.gethostname(), usable_cores(), memory_bytes())
 
 
+def process_began() -> float:
+    """This process, in seconds since 1970."""
+    return os.stat(f"/proc/{os.getpid()}").st_ctime
+
+
 def torch_version() -> str:
     """Of the torch that would be imported, without importing it."""
     return importlib.metadata.version("torch")

@@ -60,6 +60,10 @@ class RunDir:
         return self.root / ".control"
 
     @property
+    def withdrawn(self) -> Path:
+        return self.root / "withdrawn-hosts.json"
+
+    @property
     def metrics(self) -> Path:
         return self.root / "metrics.csv"
 

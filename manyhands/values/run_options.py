@@ -69,7 +69,7 @@ class HostAccess:
     listen: str | None = option(None, cli=str, metavar="ADDRESS[:PORT]")
     """Let hosts join here with: manyhands worker --join."""
     token_file: str | Path | None = option(None, cli=Path)
-    """The secret by which hosts join; made if it is not there."""
+    """The token by which hosts join, FILE.key beside it; made if they are not there."""
     ssh: str | None = option(None, cli=str, metavar="COMMAND")
     """How --hosts are reached, as in "ssh -p 2222"."""
 

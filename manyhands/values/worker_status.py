@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What status.json says of workers, and of the network between their hosts."""
+"""What status.json says of workers, of their hosts, and of the network between these."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +14,20 @@ class WorkerStatus:
     samples_per_s: float
     micro_batches: int = 0
     """Of a full step, how many are dealt to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostStatus:
+    name: str
+    address: str
+    slots: int
+    since: float
+    """When it joined, in seconds since 1970."""
+    state: str
+    """driver: this run's own host; ready: workers can be started there; getting ready; leaving"""
+    token: str = ""
+    """By which it came: its own, or the one that all have; the driver's host needs none."""
+    ranks: list[int] = field(default_factory=list[int])
 
 
 @dataclass(frozen=True, slots=True)

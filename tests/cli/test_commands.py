@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,9 @@ def task(tmp_path: Path) -> Path:
     path = tmp_path / "line.py"
     path.write_text(TASK)
     return path
+
+
+Call = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
@@ -65,7 +69,9 @@ def manyhands(
     return call
 
 
-def test_train_evaluate_fingerprint_status_and_runs(manyhands, task: Path, tmp_path: Path) -> None:
+def test_train_evaluate_fingerprint_status_and_runs(
+    manyhands: Call, task: Path, tmp_path: Path
+) -> None:
     run = tmp_path / "runs" / "first"
     settings = ["--set", "train.batch=16", "--set", "train.epochs=3", "--set", "log.csv=true"]
     settings += ["--set", "log.every_steps=2", "--set", "log.tensorboard=true"]
@@ -96,7 +102,7 @@ def test_train_evaluate_fingerprint_status_and_runs(manyhands, task: Path, tmp_p
     assert (run / "task" / "line.py").read_text() == TASK
 
 
-def test_toml_names_a_task(manyhands, task: Path, tmp_path: Path) -> None:
+def test_toml_names_a_task(manyhands: Call, task: Path, tmp_path: Path) -> None:
     toml = tmp_path / "run.toml"
     toml.write_text('task = "line.py"\n[train]\nbatch = 16\nsteps = 2\n')
     code, out, err = manyhands("train", toml, "--to", tmp_path / "run", "--json")
@@ -127,7 +133,9 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_a_wrong_request_is_exit_code_2(case: str, manyhands, task: Path, tmp_path: Path) -> None:
+def test_a_wrong_request_is_exit_code_2(
+    case: str, manyhands: Call, task: Path, tmp_path: Path
+) -> None:
     arguments, says = BAD[case]
     code, _, err = manyhands("train", task, "--to", tmp_path / "run", *arguments)
     assert code == 2 and says in err and "Traceback" not in err
@@ -150,7 +158,7 @@ FILES = {
 
 
 @pytest.mark.parametrize("case", FILES)
-def test_a_wrong_task_is_exit_code_2(case: str, manyhands, tmp_path: Path) -> None:
+def test_a_wrong_task_is_exit_code_2(case: str, manyhands: Call, tmp_path: Path) -> None:
     text, says = FILES[case]
     path = tmp_path / "wrong.py"
     path.write_text(text)
@@ -159,7 +167,7 @@ def test_a_wrong_task_is_exit_code_2(case: str, manyhands, tmp_path: Path) -> No
     assert not (tmp_path / "run").exists()
 
 
-def test_a_missing_file_and_a_taken_folder(manyhands, task: Path, tmp_path: Path) -> None:
+def test_a_missing_file_and_a_taken_folder(manyhands: Call, task: Path, tmp_path: Path) -> None:
     code, _, err = manyhands("train", tmp_path / "nothing.py")
     assert code == 2 and "cannot read the task file" in err
     (tmp_path / "taken").mkdir()
@@ -170,7 +178,7 @@ def test_a_missing_file_and_a_taken_folder(manyhands, task: Path, tmp_path: Path
         assert code == 2 and "is not a run folder" in err
 
 
-def test_a_failed_run_is_exit_code_1(manyhands, task: Path, tmp_path: Path) -> None:
+def test_a_failed_run_is_exit_code_1(manyhands: Call, task: Path, tmp_path: Path) -> None:
     task.write_text(TASK.replace('- b["y"]) ** 2', '- b["z"]) ** 2'))
     code, _, err = manyhands("train", task, "--to", tmp_path / "run", "--workers", 2, "--quiet")
     assert code == 1 and "KeyError: 'z'" in err and "line.py:6 in <lambda>" in err
@@ -202,7 +210,7 @@ def wait_for_step(run: Path, step: int) -> dict[str, object]:
     raise AssertionError("it never got going")
 
 
-def test_ctrl_c_saves_and_says_how_to_resume(manyhands, task: Path, tmp_path: Path) -> None:
+def test_ctrl_c_saves_and_says_how_to_resume(manyhands: Call, task: Path, tmp_path: Path) -> None:
     run, calm = tmp_path / "run", tmp_path / "calm"
     settings = ["--set", "train.batch=16", "--set", "train.steps=1000000"]
     process = start(task, run, "--workers", "2", *settings)
@@ -230,7 +238,7 @@ def gone(status: dict[str, object]) -> None:
         time.sleep(0.05)
 
 
-def test_workers_die_with_a_killed_driver(task: Path, tmp_path: Path, manyhands) -> None:
+def test_workers_die_with_a_killed_driver(task: Path, tmp_path: Path, manyhands: Call) -> None:
     run = tmp_path / "run"
     settings = ["--set", "train.batch=16", "--set", "train.steps=1000000"]
     process = start(task, run, "--workers", "3", *settings, "--set", "checkpoint.every_steps=5")
@@ -292,11 +300,11 @@ def test_the_commands_are_these() -> None:
     assert found == {
         "prepare", "data", "train", "resume", "demo", "evaluate", "fingerprint", "status", "runs",
         "scale", "set", "pause", "continue", "stop",
-        "worker", "doctor", "ledger", "replay", "audit",
+        "worker", "token", "hosts", "doctor", "ledger", "replay", "audit",
     }  # fmt: skip
 
 
-def test_the_demo_is_good_enough(manyhands, tmp_path: Path) -> None:
+def test_the_demo_is_good_enough(manyhands: Call, tmp_path: Path) -> None:
     run = tmp_path / "demo"
     code, out, err = manyhands("demo", "--to", run)
     assert code == 0, err

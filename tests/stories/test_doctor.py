@@ -26,7 +26,7 @@ from manyhands.stories.doctor.checks import (
 )
 from manyhands.stories.doctor.questions import Asked, HostFacts, Look, decode_answered, encode
 from manyhands.testing.namespaces import Host, Network
-from manyhands.values.credentials import new_secret, write_token
+from manyhands.values.join_token import key_for
 from manyhands.values.machine import torch_version
 from manyhands.values.version import VERSION
 from manyhands.values.worker_status import Link
@@ -179,7 +179,7 @@ def test_a_probe_ends_with_whoever_asks() -> None:
 @pytest.fixture
 def token(tmp_path: Path) -> Path:
     path = tmp_path / "token"
-    write_token(path, new_secret())
+    key_for(path)
     return path
 
 
@@ -202,7 +202,7 @@ def daemon(stack: ExitStack, port: int, token: Path, name: str) -> None:
 @pytest.mark.slow
 def test_daemons_that_join(tmp_path: Path, token: Path, free_port: int) -> None:
     other = tmp_path / "other"
-    write_token(other, new_secret())
+    key_for(other)
     with ExitStack() as stack:
         for name in ("b", "c"):
             daemon(stack, free_port, token, name)
@@ -277,7 +277,10 @@ def test_two_hosts_that_do_not_reach_each_other(examined: Any) -> None:
 
 @pytest.mark.slow
 def test_a_slow_link(examined: Any) -> None:
-    code, said = examined(lambda net: net.hosts[1].limit(20))
+    def slowly(net: Network) -> None:
+        net.hosts[1].limit(20)
+
+    code, said = examined(slowly)
     assert code == 0, said
     links = re.findall(r"^(.) (.*): .* ms there and back, (.*) MB/s", said, re.MULTILINE)
     assert len(links) == 3

@@ -28,8 +28,8 @@ from manyhands.launch.engines.local_processes import AGENT
 from manyhands.launch.engines.memory_segments import create_segments
 from manyhands.launch.hosts import joined_hosts, many_hosts
 from manyhands.testing.namespaces import Host, Network
-from manyhands.values.credentials import new_secret, write_token
 from manyhands.values.errors import Interrupted, RequestError
+from manyhands.values.join_token import key_for
 from manyhands.values.run_folder import RunDir
 from manyhands.values.task import Task
 from tests.support.tasks import make
@@ -97,8 +97,7 @@ class Porters:
 
     def __init__(self, net: Network, folder: Path) -> None:
         self.net, self.folder, self.token = net, folder, folder / "token"
-        self.secret = new_secret()
-        write_token(self.token, self.secret)
+        self.key = key_for(self.token)
         self.of: dict[Host, subprocess.Popen[bytes]] = {}
         self.count = 0
         (folder / "runs").mkdir()
@@ -204,7 +203,7 @@ class Warm(Porters):
         at = net.hosts[0]
         self.port = port
         with at.inside():
-            listening = joined_hosts.Listening([at.address], port, self.secret, here)
+            listening = joined_hosts.Listening([at.address], port, self.key, here)
             self.launcher = many_hosts.ManyHosts(WORKER, create_segments(), listening)
         self.slots: dict[Host, int] = {}
         self.runs = 0

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """How people reach a run that is going on: a socket in its folder, for its owner only.
 
-`manyhands scale`, `set`, `pause`, `continue`, `stop` and `audit` connect, say one thing, and get
-one answer when it has been done. The socket is a file of the run folder with mode 0600, so whoever
-may write to the folder's owner's files may speak, and nobody else.
+`manyhands scale`, `set`, `pause`, `continue`, `stop`, `audit` and `hosts --drop` connect, say one
+thing, and get one answer when it has been done. The socket is a file of the run folder with mode
+0600, so whoever may write to the folder's owner's files may speak, and nobody else.
 """
 
 import os
@@ -46,7 +46,13 @@ class Examine(msgspec.Struct, frozen=True, tag=True):
     """An audit of the next step."""
 
 
-Ask = Scale | Change | Pause | Continue | StopRun | Examine
+class Dismiss(msgspec.Struct, frozen=True, tag=True):
+    """A host is to go, and not to come back."""
+
+    host: str
+
+
+Ask = Scale | Change | Pause | Continue | StopRun | Examine | Dismiss
 
 
 class NobodyThere(RequestError):

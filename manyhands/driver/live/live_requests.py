@@ -8,6 +8,7 @@ from manyhands.driver.live.command_socket import (
     Change,
     CommandSocket,
     Continue,
+    Dismiss,
     Examine,
     Pause,
     Scale,
@@ -37,14 +38,15 @@ class LiveRequests:
         objection: Objection,
         room: Callable[[], int] | None,
         want: Callable[[int], None],
+        withdraw: Callable[[str], str],
         speed: SpeedControl | None = None,
     ) -> None:
         """`objection` says why settings cannot be changed, if so. `room()` says how many workers
         the machine has room for, if that may change. `want` tells the launcher how many somebody
-        wants; `speed` chooses them for a wished speed."""
+        wants; `speed` chooses them for a wished speed. `withdraw` drops a host for good."""
         self.now, self.tell, self.control, self.room = situation, tell, control, room
         self.objection = objection
-        self.want, self.speed = want, speed
+        self.want, self.withdraw, self.speed = want, withdraw, speed
         self.stop_asked: Callable[[], bool] = lambda: False
         """Whether a signal asked the driver to stop."""
         self._waiting: list[tuple[Callable[[str], None], IsDone]] = []
@@ -99,6 +101,14 @@ class LiveRequests:
                     raise RequestError("an audit needs two workers: manyhands scale RUN 2")
                 now.audit, now.audited = now.step % now.micro_batches, ""
                 return lambda: now.audited or None
+            case Dismiss(host=host):
+                return self._dismiss(host)
+
+    def _dismiss(self, host: str) -> IsDone:
+        there = [w for w in self.now.workers.values() if w.at and w.at_name == host]
+        told = self.withdraw(host)
+        self.tell(events.Hosted(host=host, what="is dropped by hand, for good"))
+        return lambda: told if not any(worker.alive for worker in there) else None
 
     def _scale(self, workers: int) -> IsDone:
         now = self.now

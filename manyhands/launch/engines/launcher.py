@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Protocol
 
 from manyhands.launch.engines.fork_agent import WorkerExit, WorkerStarted
-from manyhands.values.machine import Machine, machine
+from manyhands.values.errors import RequestError
+from manyhands.values.machine import Machine, machine, process_began
+from manyhands.values.worker_status import HostStatus
 
 WORKER = "manyhands.worker.lifecycle:main"
 """A worker's main, by name: a stage imports no worker."""
@@ -107,6 +109,20 @@ class Hosts(Protocol):
         """Give up a host and all workers on it; the launcher's `poll` tells of their end."""
         ...
 
+    def roster(self) -> Mapping[str, HostStatus]:
+        """All that are here, by `WorkerPlace.at`; who works there is not known here."""
+        ...
+
+    def withdraw(self, name: str) -> str:
+        """Drop the hosts of that name for good, also for a resume: they cannot come back. What
+        there is to say about it. Raises RequestError when there is none, or when it cannot be."""
+        ...
+
+
+def drivers_own(address: str, slots: int) -> HostStatus:
+    """The driver's host, which is there as long as this process is."""
+    return HostStatus(machine().host, address, slots, process_began(), "driver")
+
 
 class ThisHost:
     """No other host: as many workers as are wanted, and nobody to be cut off from."""
@@ -124,6 +140,12 @@ class ThisHost:
         return HostsNow()
 
     def drop(self, at: str, because: str) -> None: ...
+
+    def roster(self) -> Mapping[str, HostStatus]:
+        return {"": drivers_own("127.0.0.1", machine().cores)}
+
+    def withdraw(self, name: str) -> str:
+        raise RequestError(f"this run is on one host alone, {machine().host}: stop it instead.")
 
 
 class Launcher(Protocol):

@@ -48,15 +48,16 @@ from manyhands.launch.hosts.join_protocol import (
     ProbeAnswer,
     ProbeQuestion,
     Settled,
+    TurnedAway,
     Want,
     decode_to_host,
     encode,
 )
 from manyhands.launch.hosts.probe_process import Probe
 from manyhands.launch.shipping.ship_files import Unpacking
-from manyhands.values.credentials import Credentials
 from manyhands.values.errors import RequestError
 from manyhands.values.guarded_router import bracketed
+from manyhands.values.join_token import JoinToken
 from manyhands.values.machine import machine, torch_version
 from manyhands.values.scratch_folder import Scratch, sweep
 from manyhands.values.version import VERSION
@@ -78,7 +79,7 @@ class Offer:
 
     host: str
     port: int
-    secret: bytes
+    token: JoinToken
     slots: int
     name: str
     address: str = ""
@@ -143,13 +144,11 @@ class _Visit:
 
     def __init__(self, offer: Offer, hands: Local, say: Say, asked: Callable[[], int]) -> None:
         self.offer, self.hands, self.say, self.asked = offer, hands, say, asked
-        credentials = Credentials.of(offer.secret, "join")
         self.context = zmq.Context()
         self.socket: zmq.Socket[bytes] = self.context.socket(zmq.DEALER)
         self.socket.identity = uuid.uuid4().bytes
-        self.socket.curve_serverkey = credentials.server_public
-        self.socket.curve_publickey = credentials.client_public
-        self.socket.curve_secretkey = credentials.client_secret
+        self.socket.curve_serverkey = offer.token.driver
+        self.socket.curve_publickey, self.socket.curve_secretkey = offer.token.pair
         self.socket.linger, self.socket.ipv6 = 500, True
         self.socket.reconnect_ivl, self.socket.handshake_ivl = 250, 5000
         self.monitor = self.socket.get_monitor_socket(_REFUSED | _HUNG_UP)
@@ -252,7 +251,7 @@ class _Visit:
                         continue
                 raise RequestError(
                     f"the run at {self.offer.host}:{self.offer.port} does not accept this token. "
-                    "Use the token file of that run."
+                    "Use the token file of that run; if it is that, it was withdrawn."
                 )
         newest: Ping | None = None
         with suppress(zmq.Again):
@@ -297,6 +296,9 @@ class _Visit:
                 self.logs.clear()
             case HostDropped(because=because, wait_s=wait_s):
                 raise _Lost(because, wait_s)
+            case TurnedAway(because=because):
+                self.hands.stop()
+                raise RequestError(because)
             case Bye(because=because):
                 self.say(because)
                 return 0

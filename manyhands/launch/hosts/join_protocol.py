@@ -110,6 +110,12 @@ class HostDropped(msgspec.Struct, frozen=True, tag=True):
     wait_s: float = 0.0
 
 
+class TurnedAway(msgspec.Struct, frozen=True, tag=True):
+    """This run does not want you: there is no use in coming back."""
+
+    because: str
+
+
 class Going(msgspec.Struct, frozen=True, tag=True):
     """This host was told to go: its workers hand over, and none is to be started here."""
 
@@ -124,7 +130,16 @@ FromHost = (
     Here | Want | Settled | Echo | WorkerStarted | WorkerExit | Logged | ProbeAnswer | Going | Bye
 )
 ToHost = (
-    Load | FilePiece | StartWorker | KillWorker | Ping | ProbeQuestion | Blank | HostDropped | Bye
+    Load
+    | FilePiece
+    | StartWorker
+    | KillWorker
+    | Ping
+    | ProbeQuestion
+    | Blank
+    | HostDropped
+    | TurnedAway
+    | Bye
 )
 
 encode = msgspec.msgpack.Encoder().encode

@@ -35,12 +35,14 @@ from manyhands.launch.hosts.join_protocol import (
     ProbeAnswer,
     Settled,
     ToHost,
+    TurnedAway,
     Want,
     decode_from_host,
     encode,
 )
-from manyhands.values.credentials import Credentials
+from manyhands.launch.hosts.withdrawn_hosts import WithdrawnHosts
 from manyhands.values.guarded_router import GuardedRouter
+from manyhands.values.join_token import DriverKey
 
 MOST_BYTES = 256 << 10
 """Hosts say nothing longer."""
@@ -60,6 +62,9 @@ class JoinedHost:
     heard: float = 0.0
     """When the newest ping that it has echoed was sent."""
     round_trip_s: float = 0.0
+    token: bytes = b""
+    """The public key of the token by which it came."""
+    since: float = field(default_factory=time.time)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,14 +92,33 @@ class HostSaid:
 Happening = HostCame | HostReady | HostGone | HostSaid
 
 
+class TokenHolders:
+    """The authenticator's question: has this client a token of ours, and one that still holds?"""
+
+    def __init__(self, key: DriverKey) -> None:
+        self.key = key
+        self.withdrawn = WithdrawnHosts()
+        """Of the run that goes on."""
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return self.key.holder(key) is not None and not self.withdrawn.has_token(key)
+
+    def objection(self, name: str, token: bytes) -> str | None:
+        """Why a host of that name cannot come by this token, if so."""
+        made_for = self.key.holder(token)
+        if made_for and made_for != name:
+            return f"this token was made for host {made_for}, not for {name}."
+        if self.withdrawn.has_token(token) or self.withdrawn.has_name(name):
+            return f"host {name} was dropped from this run, and cannot come back to it."
+        return None
+
+
 class JoinServer:
     """The driver's end. Only its thread touches the socket."""
 
-    def __init__(self, secret: bytes, addresses: list[str], port: int = 0) -> None:
-        keys = Credentials.of(secret, "join")
-        self.router = GuardedRouter(
-            keys.server_public, keys.server_secret, keys.client_public, most_bytes=MOST_BYTES
-        )
+    def __init__(self, key: DriverKey, addresses: list[str], port: int = 0) -> None:
+        self.holders = TokenHolders(key)
+        self.router = GuardedRouter(*key.pair, self.holders, most_bytes=MOST_BYTES)
         self.socket, self.refusals = self.router.socket, self.router.refusals
         self.socket.sndhwm = MOST_UNSENT
         try:
@@ -141,7 +165,11 @@ class JoinServer:
 
     def drop(self, key: str, because: str, wait_s: float = 0.0) -> None:
         """Give a host up. If it can still hear, it may come back as somebody new, after a while."""
-        self._do(lambda: self._give_up(key, because, wait_s))
+        self._do(lambda: self._give_up(key, because, HostDropped(because, wait_s)))
+
+    def turn_away(self, key: str, because: str) -> None:
+        """Give a host up for good."""
+        self._do(lambda: self._give_up(key, because, TurnedAway(because)))
 
     def happened(self) -> list[Happening]:
         with suppress(BlockingIOError):
@@ -211,15 +239,13 @@ class JoinServer:
             except msgspec.MsgspecError:
                 self.router.refuse()
                 continue
-            self._hear(identity.hex(), message)
+            self._hear(identity.hex(), message, self.router.key)
 
-    def _hear(self, key: str, message: msgspec.Struct) -> None:
+    def _hear(self, key: str, message: msgspec.Struct, token: bytes) -> None:
         guest = self.guests.get(key)
         if guest is None:
             if isinstance(message, Here):
-                guest = self.guests[key] = JoinedHost(key, message, heard=time.monotonic())
-                self._tell(HostCame(guest))
-                self._welcome(guest)
+                self._meet(key, message, token)
             elif not isinstance(message, Bye):
                 self._send(key, HostDropped("this run does not know you"))
             return
@@ -244,6 +270,14 @@ class JoinServer:
             case _:
                 self.router.refuse()
 
+    def _meet(self, key: str, here: Here, token: bytes) -> None:
+        if (problem := self.holders.objection(here.name, token)) is not None:
+            self._send(key, TurnedAway(problem))
+            return
+        guest = self.guests[key] = JoinedHost(key, here, heard=time.monotonic(), token=token)
+        self._tell(HostCame(guest))
+        self._welcome(guest)
+
     def _welcome(self, guest: JoinedHost) -> None:
         if self._load is not None:
             self._send(guest.key, self._load)
@@ -253,14 +287,14 @@ class JoinServer:
         for key, guest in list(self.guests.items()):
             if now - guest.heard > (IDLE_S if self._load is None else self._load.lease_s):
                 silent = f"host {guest.here.name} has not answered for {now - guest.heard:.1f} s"
-                self._give_up(key, silent)
+                self._give_up(key, silent, HostDropped(silent))
                 continue
             guest.pings.append((self._number, now))
             self._send(key, Ping(self._number))
 
-    def _give_up(self, key: str, because: str, wait_s: float = 0.0) -> None:
+    def _give_up(self, key: str, because: str, told: HostDropped | TurnedAway) -> None:
         if self.guests.pop(key, None) is not None:
-            self._send(key, HostDropped(because, wait_s))
+            self._send(key, told)
             self._tell(HostGone(key, because))
 
     def _send(self, key: str, message: ToHost) -> None:

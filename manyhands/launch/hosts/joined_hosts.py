@@ -16,14 +16,17 @@ from typing import Protocol
 
 import zmq
 
-from manyhands.launch.engines.launcher import HostNews, HostsNow, WorkerPlace
+from manyhands.launch.engines.launcher import HostNews, HostsNow, WorkerPlace, drivers_own
 from manyhands.launch.hosts.join_protocol import Blank, Load
 from manyhands.launch.hosts.join_server import JoinedHost, JoinServer
+from manyhands.launch.hosts.withdrawn_hosts import WithdrawnHosts
 from manyhands.launch.shipping.ship_files import pack_files
-from manyhands.values.credentials import write_token
 from manyhands.values.errors import RequestError
+from manyhands.values.join_token import DriverKey, write_token
 from manyhands.values.machine import Machine, machine, torch_version
+from manyhands.values.run_folder import RunDir
 from manyhands.values.version import VERSION
+from manyhands.values.worker_status import HostStatus
 
 REST_S, MOST_REST_S = 10.0, 300.0
 """How long a host that others could not reach stays away, the first time and at the most."""
@@ -58,7 +61,7 @@ class Listening:
 
     addresses: list[str]
     port: int = 0
-    secret: bytes = b""
+    key: DriverKey = field(default_factory=DriverKey)
     here: int | None = None
     """Workers that this host takes; None: as many as it has cores, 0: none."""
 
@@ -86,7 +89,7 @@ class JoinedHosts:
         self.listening, self.task_fd = listening, task_fd
         self.here_slots = machine().cores if listening.here is None else listening.here
         try:
-            self.server = JoinServer(listening.secret, listening.addresses, listening.port)
+            self.server = JoinServer(listening.key, listening.addresses, listening.port)
         except zmq.ZMQError as error:
             where = ", ".join(listening.addresses)
             raise RequestError(f"cannot listen at {where}:{listening.port}: {error}") from error
@@ -122,7 +125,12 @@ class JoinedHosts:
         marker = run / f".here-{os.getpid()}-{time.time_ns():x}"
         marker.touch()
         self._marker = marker
-        write_token(run / "join.token", self.listening.secret)
+        write_token(run / "join.token", self.listening.key.token())
+        self.server.holders.withdrawn = WithdrawnHosts(RunDir(run))
+        for host in self.others.values():  # of a run that has gone on without them since
+            if problem := self.server.holders.objection(host.guest.here.name, host.guest.token):
+                host.guest.settled = None
+                self.server.turn_away(host.guest.key, problem)
         files = task_bytes if end > task_bytes else 0
         load = Load(str(run.absolute()), end, marker.name, lease_s, files)
         self.server.load(load, self.task_fd)
@@ -141,6 +149,44 @@ class JoinedHosts:
             self.drops[name] += 1
             wait_s = min(MOST_REST_S, REST_S * 2 ** (self.drops[name] - 1))
             self.server.drop(at, because, wait_s)
+
+    def roster(self) -> dict[str, HostStatus]:
+        own = drivers_own(self.listening.shown, self.here_slots)
+        return {"": own} | {at: self._status(host.guest) for at, host in self.others.items()}
+
+    def _status(self, guest: JoinedHost) -> HostStatus:
+        here = guest.here
+        state = "ready" if guest.settled is not None else "getting ready"
+        token = "its own" if self._own_token(guest) else "shared"
+        return HostStatus(here.name, here.address, here.slots, guest.since, state, token)
+
+    def _own_token(self, guest: JoinedHost) -> bool:
+        return bool(self.listening.key.holder(guest.token))
+
+    def withdraw(self, name: str) -> str:
+        if self.provider is not None:
+            raise RequestError(
+                "Ray brings the hosts of this run, and would bring another in its place."
+            )
+        found = [at for at, host in self.others.items() if host.guest.here.name == name]
+        if not found:
+            names = ", ".join(sorted({h.guest.here.name for h in self.others.values()})) or "none"
+            raise RequestError(f"no host {name} has joined this run; those that have: {names}.")
+        own = all(self._own_token(self.others[at].guest) for at in found)
+        for at in found:
+            self._dismiss(self.others[at].guest)
+        if own:
+            return f"host {name} was dropped, and its token is withdrawn"
+        return (
+            f"host {name} was dropped, and cannot come back under this name. It has the token that "
+            "all have: to be sure of it, give hosts tokens of their own (manyhands token --for)"
+        )
+
+    def _dismiss(self, guest: JoinedHost) -> None:
+        guest.settled = None  # nobody is started there any more
+        name = guest.here.name
+        self.server.holders.withdrawn.add(name, guest.token if self._own_token(guest) else None)
+        self.server.turn_away(guest.key, f"host {name} was dropped from this run by hand")
 
     # ---- who comes and goes
 
@@ -181,6 +227,7 @@ class JoinedHosts:
     def unload(self) -> None:
         """The run is over; its memory on other hosts is blanked."""
         self.server.unload()
+        self.server.holders.withdrawn = WithdrawnHosts()
         self.reserve(0, 0)
         for key, host in self.others.items():
             self.server.send(key, Blank())

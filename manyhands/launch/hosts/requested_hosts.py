@@ -13,8 +13,8 @@ from manyhands.launch.hosts.host_daemon import address_towards
 from manyhands.launch.hosts.joined_hosts import Listening
 from manyhands.launch.hosts.many_hosts import ManyHosts
 from manyhands.launch.hosts.ssh import SshHost, bare_name
-from manyhands.values.credentials import new_secret, read_token, write_token
 from manyhands.values.errors import RequestError
+from manyhands.values.join_token import DriverKey, key_for
 from manyhands.values.run_options import SSH, HostAccess, Where
 
 HERE = ("here", "localhost", "127.0.0.1")
@@ -57,7 +57,8 @@ def understand(asked: HostAccess) -> tuple[Listening, list[tuple[str, int | None
     if not address:
         address = address_towards(bare_name(others[0][0])) if others else "127.0.0.1"
     token = asked.token_file
-    return Listening([address], port, _secret(Path(token) if token else None), here), others
+    key = key_for(Path(token)) if token else DriverKey()
+    return Listening([address], port, key, here), others
 
 
 def open_hosts(where: Where) -> ManyHosts:
@@ -79,17 +80,3 @@ def open_hosts(where: Where) -> ManyHosts:
         launcher.close()
         raise
     return launcher
-
-
-def _secret(file: Path | None) -> bytes:
-    """From the file; it is made when it is not there."""
-    if file is None:
-        return new_secret()
-    if file.exists():
-        return read_token(file)
-    secret = new_secret()
-    try:
-        write_token(file, secret)
-    except OSError as error:
-        raise RequestError(f"the token file {file} cannot be written: {error}") from error
-    return secret

@@ -33,7 +33,7 @@ class SshHost:
         )
         assert self.process.stdin is not None
         with suppress(BrokenPipeError):
-            self.process.stdin.write(driver.secret.hex().encode() + b"\n")
+            self.process.stdin.write(driver.key.token().text.encode())
             self.process.stdin.flush()  # it stays open: when it ends, so does the daemon
 
     def check(self) -> None:

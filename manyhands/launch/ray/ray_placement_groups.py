@@ -28,7 +28,6 @@ from manyhands.launch.ray.ray_resources import (
     times,
 )
 from manyhands.launch.ray.ray_session import Session, address_of
-from manyhands.values.credentials import new_secret
 from manyhands.values.errors import RequestError
 from manyhands.values.run_options import Where
 
@@ -278,7 +277,7 @@ class RayHosts:
         offer = Offer(
             host=listening.shown,
             port=self.hosts.server.port,
-            secret=listening.secret,
+            token=listening.key.token(),
             slots=len(bundles),
             name=name,
         )
@@ -349,7 +348,7 @@ def open_on_ray(where: Where) -> ManyHosts:
     each = parse_resources(where.worker_resources) if where.worker_resources else None
     session = Session(address_of(where.engine), where.ray_token)
     try:
-        listening = Listening([session.address], 0, new_secret(), here=0)
+        listening = Listening([session.address], here=0)
         launcher = ManyHosts(WORKER, create_segments(), listening)
     except BaseException:
         session.close()

@@ -200,7 +200,7 @@ class _Examination:
         self._resolve()
         listening, others = understand(self.asked)
         try:
-            server = JoinServer(listening.secret, listening.addresses, listening.port)
+            server = JoinServer(listening.key, listening.addresses, listening.port)
         except zmq.ZMQError as error:
             where = f"{listening.addresses[0]}:{listening.port}"
             self.note(Check("wrong", HERE, f"cannot listen at {where}: {error}"))

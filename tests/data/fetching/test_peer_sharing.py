@@ -26,7 +26,8 @@ from manyhands.data.shards.manifest import ShardInfo, read_manifest
 from manyhands.driver.supervise.membership import make_view
 from manyhands.launch.engines.launcher import Launcher
 from manyhands.values.config import DataConfig
-from manyhands.values.credentials import new_secret, write_token
+from manyhands.values.credentials import new_secret
+from manyhands.values.join_token import key_for
 from manyhands.values.messages import Keeper
 from tests.support.cluster import MANYHANDS, PATIENCE_S, Watched
 from tests.support.prepared_folders import fixed, write_folder
@@ -211,7 +212,7 @@ def test_an_identity_stays_with_its_folder(tmp_path: Path) -> None:
     assert Cache(tmp_path / "a").identity() == known != Cache(tmp_path / "b").identity()
     (tmp_path / "a" / ".identity").write_text("half")
     assert Cache(tmp_path / "a").identity() not in ("half", known)
-    assert not Cache(tmp_path / "a")._files()
+    assert not Cache(tmp_path / "a")._files()  # pyright: ignore[reportPrivateUsage]
 
 
 def test_data_that_is_here_is_not_shared(folder: Path, web: Web, tmp_path: Path) -> None:
@@ -268,7 +269,7 @@ class Loopback:
     def __init__(self, web: Web, root: Path) -> None:
         self.root, self.run, self.token = root, root / "run", root / "token"
         self.task, self.slow = root / "task.py", root / "slow"
-        write_token(self.token, new_secret())
+        key_for(self.token)
         self.task.write_text(TASK.format(data=web.url("clicks"), slow=str(self.slow)))
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]

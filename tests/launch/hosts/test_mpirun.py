@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import manyhands as mh
-from manyhands.values.credentials import new_secret, write_token
+from manyhands.values.join_token import key_for
 from tests.training.collective.test_mpi import needs_mpi
 
 pytestmark = needs_mpi
@@ -22,7 +22,7 @@ AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 @pytest.mark.parametrize("collective", ["mpi", pytest.param("sockets", marks=pytest.mark.slow)])
 def test_agents_started_by_mpirun(launcher: Any, tmp_path: Path, collective: str) -> None:
     token, run = tmp_path / "token", tmp_path / "run"
-    write_token(token, new_secret())
+    key_for(token)
     with socket.create_server(("127.0.0.1", 0)) as free:
         there = f"127.0.0.1:{free.getsockname()[1]}"
     manyhands = [sys.executable, "-m", "manyhands"]

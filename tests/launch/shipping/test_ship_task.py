@@ -17,8 +17,8 @@ from manyhands.launch.engines.launcher import Launcher
 from manyhands.launch.hosts.many_hosts import ManyHosts
 from manyhands.launch.shipping import ship_files
 from manyhands.testing.namespaces import why_not
-from manyhands.values.credentials import write_token
 from manyhands.values.errors import RequestError
+from manyhands.values.join_token import write_token
 from manyhands.values.run_options import Where
 
 SIBLING = "import torch\ndef loss(m, b):\n    return ((m(b['x'])[:, 0] - b['y']) ** 2).mean()\n"
@@ -142,7 +142,7 @@ def test_modules_beside_the_task_and_shipped_files_arrive_elsewhere(
     where = Where(hosts="here:0", listen="127.0.0.1", ship=(Path("shipped"),))
     hands = open_engine(where)
     assert isinstance(hands, ManyHosts)
-    write_token(tmp_path / "token", hands.hosts.listening.secret)
+    write_token(tmp_path / "token", hands.hosts.listening.key.token())
     join = [sys.executable, "-m", "manyhands", "worker", "--slots", "1"]
     join += [
         "--join",

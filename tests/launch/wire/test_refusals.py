@@ -24,7 +24,8 @@ from manyhands.launch.engines.launcher import Launcher
 from manyhands.launch.hosts import join_protocol
 from manyhands.launch.hosts.requested_hosts import open_hosts
 from manyhands.launch.wire.control_channel import Keys, SupervisorChannel
-from manyhands.values.credentials import Credentials, read_token
+from manyhands.values.credentials import Credentials
+from manyhands.values.join_token import JoinToken, read_token
 from manyhands.values.messages import Beat, FromWorker, Hello, Leaving, Left, RoundPart, encode
 from manyhands.values.run_folder import RunDir
 from manyhands.values.run_options import Where
@@ -131,10 +132,9 @@ def raw_noise(port: int, lots: random.Random) -> None:
             stranger.send(b"let me in", flags=zmq.NOBLOCK)
 
 
-def nonsense_at_the_gate(port: int, secret: bytes, lots: random.Random) -> None:
+def nonsense_at_the_gate(port: int, token: JoinToken, lots: random.Random) -> None:
     """From somebody who has the token."""
-    keys = Credentials.of(secret, "join")
-    with dealer(port, keys.server_public, keys.client_public, keys.client_secret) as insider:
+    with dealer(port, token.driver, *token.pair) as insider:
         for _ in range(100):
             insider.send(lots.randbytes(lots.randrange(200)))
         for tag in ("Want", "Echo", "Here", "WorkerExit", "Nobody"):
@@ -195,10 +195,10 @@ def test_noise_at_every_port_changes_nothing(
             threading.Thread(target=raw_noise, args=(p, random.Random(p)), daemon=True)
             for p in (port, *ports)
         ]
-        lots, secret = random.Random(2), read_token(token)
+        lots = random.Random(2)
         for thread in noise:
             thread.start()
-        nonsense_at_the_gate(port, secret, lots)
+        nonsense_at_the_gate(port, read_token(token), lots)
         nonsense_at_the_switchboard(keys, list(captured["said"]), lots)
         for thread in noise:
             thread.join(PATIENCE_S)
