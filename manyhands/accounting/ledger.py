@@ -8,6 +8,7 @@ A line counts once its newline is there. What a crash cut off was never promised
 and the next writer removes it.
 """
 
+import errno
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ import msgspec
 
 from manyhands.accounting.deal_micro_batches import cut
 from manyhands.values.errors import RunDirError
-from manyhands.values.run_folder import sync_folder
+from manyhands.values.run_folder import naming, sync_folder
 
 EpochStretch = tuple[int, int, int]
 """Positions [start, stop) of one epoch, as (epoch, start, stop)."""
@@ -96,15 +97,16 @@ class Ledger:
         if not self.whole:
             self._heal()
         self.whole = False
-        written = self.file.write(line)
-        if written != len(line):
-            raise OSError(f"{self.path}: {written} of {len(line)} bytes written; is the disk full?")
+        with naming(self.path):
+            if self.file.write(line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self.whole = True
         if durable:
             self.sync()
 
     def sync(self) -> None:
-        os.fsync(self.file.fileno())
+        with naming(self.path):
+            os.fsync(self.file.fileno())
 
     def close(self) -> None:
         self.file.close()

@@ -5,6 +5,7 @@ Workers `put` their files of a step; the driver `commit`s it with a manifest of 
 checksums. Reading verifies them. Nothing that is read is ever executed.
 """
 
+import ctypes
 import hashlib
 import os
 import re
@@ -17,9 +18,12 @@ from typing import Protocol
 import msgspec
 
 from manyhands.values.errors import CheckpointDamaged
-from manyhands.values.run_folder import RunDir, sync_folder
+from manyhands.values.run_folder import RunDir, naming, sync_folder
 
 Buffer = bytes | memoryview
+
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
 
 
 class FileRecord(msgspec.Struct, frozen=True):
@@ -78,7 +82,7 @@ class FolderStorage:
         folder = self._draft(step, attempt)
         folder.mkdir(exist_ok=True)
         digest, size = hashlib.sha256(), 0
-        with open(folder / name, "wb", buffering=0) as file:
+        with naming(self.run.step(step) / name), open(folder / name, "wb", buffering=0) as file:
             for chunk in chunks:
                 view = memoryview(chunk)
                 digest.update(view)
@@ -92,7 +96,8 @@ class FolderStorage:
         """A piece of what `put` would have written; `settle` makes the file durable."""
         folder = self._draft(step, attempt)
         folder.mkdir(exist_ok=True)
-        with open(self._inside(folder, name), "r+b" if offset else "wb", buffering=0) as file:
+        path, mode = self._inside(folder, name), "r+b" if offset else "wb"
+        with naming(self.run.step(step) / name), open(path, mode, buffering=0) as file:
             file.seek(offset)
             view = memoryview(data)
             while view:
@@ -110,17 +115,20 @@ class FolderStorage:
     def commit(self, manifest: StepManifest) -> None:
         draft = self._draft(manifest.step, manifest.attempt)
         final = self.run.step(manifest.step)
-        with open(draft / "manifest.json", "wb") as file:
+        name = final / "manifest.json"
+        with naming(name), open(draft / name.name, "wb") as file:
             file.write(msgspec.json.format(msgspec.json.encode(manifest)))
             file.flush()
             os.fsync(file.fileno())
         for path in draft.iterdir():  # what somebody wrote who did not live to tell
-            if path.name not in manifest.files and path.name != "manifest.json":
+            if path.name not in manifest.files and path.name != name.name:
                 path.unlink()
         sync_folder(draft)
         if final.exists():  # the same step again, after a resume from an earlier one
-            shutil.rmtree(final)
-        os.replace(draft, final)
+            _exchange(draft, final)
+            shutil.rmtree(draft, ignore_errors=True)
+        else:
+            os.replace(draft, final)
         sync_folder(final.parent)
 
     def steps(self) -> list[int]:
@@ -168,9 +176,26 @@ class FolderStorage:
     def sweep(self) -> None:
         """Remove what crashed writers and deleters left behind."""
         if self._exists():
+            for path in self.run.checkpoints.glob(".step-*.before"):
+                final = path.with_name(path.name[1:].removesuffix(".before"))
+                if not final.exists():  # it was about to be replaced
+                    os.replace(path, final)
             for path in self.run.checkpoints.iterdir():
                 if path.name.startswith(".step-"):
                     shutil.rmtree(path, ignore_errors=True)
+
+
+def _exchange(new: Path, old: Path) -> None:
+    """Each has the other's name; at no moment is there none of the old one's name, where the file
+    system can do that (nearly all of Linux's can). Elsewhere, for a moment, there is none."""
+    first, second = (os.fsencode(path) for path in (new, old))
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None or renameat2(_AT_FDCWD, first, _AT_FDCWD, second, _RENAME_EXCHANGE) != 0:
+        before = old.with_name(f".{old.name}.before")  # until then, `sweep` puts it back
+        shutil.rmtree(before, ignore_errors=True)
+        os.replace(old, before)
+        os.replace(new, old)
+        shutil.rmtree(before, ignore_errors=True)
 
 
 def _sha256(path: Path) -> str:

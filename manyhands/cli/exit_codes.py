@@ -5,13 +5,20 @@ Exit codes: 0 done, 1 the run failed (verdict printed), 2 the request was wrong,
 (resumable).
 """
 
+import os
 import sys
 
 from manyhands.cli.app import app
+from manyhands.cli.init_process import init_stays_behind
+from manyhands.cli.standard_files import whole_standard_files
+from manyhands.values.blame import blame
 from manyhands.values.errors import Interrupted, ManyhandsError, RequestError, RunFailed
 
 
 def main() -> None:
+    if os.getpid() == 1:
+        init_stays_behind()
+    whole_standard_files()
     try:
         app(standalone_mode=True)
     except RequestError as error:
@@ -29,8 +36,8 @@ def main() -> None:
     except KeyboardInterrupt:
         _say("manyhands: interrupted")
         sys.exit(130)
-    except OSError as error:
-        _say(f"manyhands: {error}")
+    except Exception as error:
+        _say(f"manyhands: {blame(error).text()}")
         sys.exit(1)
 
 

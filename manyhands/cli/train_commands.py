@@ -13,6 +13,7 @@ import typer
 from manyhands.cli.options_from_requests import options_of
 from manyhands.cli.printing import to_json
 from manyhands.cli.shared_arguments import JsonFlag, QuietFlag
+from manyhands.cli.standard_files import show
 from manyhands.values.errors import RequestError, RunFailed
 from manyhands.values.planned_faults import FaultPlan
 from manyhands.values.report import Report
@@ -128,8 +129,8 @@ def _started(where: Where, *, quiet: bool) -> "Generator[Attached]":
 
 def _show_report(report: Report, as_json: bool, quiet: bool) -> None:
     if as_json:
-        print(to_json(report))
+        show(to_json(report))
     elif not quiet:
         from manyhands.monitor.terminal import summary
 
-        print(summary(report))
+        show(summary(report))

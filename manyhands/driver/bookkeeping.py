@@ -31,12 +31,19 @@ from manyhands.evaluation.early_stopping import best_step, should_stop
 from manyhands.monitor.terminal import Progress
 from manyhands.planning.planner import Plan
 from manyhands.values import events
+from manyhands.values.blame import blame
 from manyhands.values.config import live_settings
-from manyhands.values.errors import ConfigError, Interrupted, RequestError, RunFailed
+from manyhands.values.errors import (
+    CallbackFailed,
+    ConfigError,
+    Interrupted,
+    RequestError,
+    RunFailed,
+)
 from manyhands.values.messages import Beat, SavedFile, Settings, View
 from manyhands.values.report import Report
 from manyhands.values.run_folder import write_whole
-from manyhands.values.verdict import Cause, Verdict, explain
+from manyhands.values.verdict import Cause, Verdict
 from manyhands.values.worker_status import HostStatus, Link, WorkerStatus
 
 
@@ -123,8 +130,17 @@ class Bookkeeping:
                 numbers=record.numbers,
             )
             self.event(event)
+            self._call_back(event)
+
+    def _call_back(self, event: events.Stepped) -> None:
+        try:
             if self.job.on_step is not None:
                 self.job.on_step(event)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # sys.exit() is an error here as well
+            text = f": {error}" if str(error) else ""
+            raise CallbackFailed(f"on_step raised {type(error).__name__}{text}") from error
 
     def status(
         self,
@@ -245,6 +261,7 @@ class Bookkeeping:
         step, loss = done.leader.step, done.leader.loss
         if math.isnan(loss):  # it came after the last step, and whoever took it is gone
             loss = self.losses.get(step, math.nan)
+        self._use_reserve()  # a report is worth it
         self.book.close_at(step, self.live.rates(), loss, durable=True)
         self.storage.sweep()  # what somebody began to save who did not live to finish it
         weights = self.job.run.step(step) / MODEL
@@ -279,10 +296,29 @@ class Bookkeeping:
         )
         return report
 
+    def fail_with(self, error: Exception) -> RequestError | RunFailed:
+        """What ended the driver itself, as a verdict."""
+        found = blame(error)
+        return self.fail(
+            Cause(
+                rank=None,
+                worker=0,
+                pid=os.getpid(),
+                host=platform.node(),
+                step=self.progress.step,
+                what=found.what,
+                detail=found.detail,
+                advice=found.advice,
+                request=found.request,
+                noticed_by="the driver itself ran into it",
+            )
+        )
+
     def fail(self, cause: Cause) -> RequestError | RunFailed:
         """Write the verdict down; returns the error to raise."""
         self.state = "failed"
         self.storage.sweep()
+        self._use_reserve()
         if cause.request and cause.step <= self.first_step:
             if self.first_step == 0:  # nothing was computed: leave no half-made run behind
                 self._forget()
@@ -305,9 +341,14 @@ class Bookkeeping:
         self.state = "forgotten"
         shutil.rmtree(self.job.run.root, ignore_errors=True)
 
+    def _use_reserve(self) -> None:
+        with suppress(OSError):
+            self.job.run.reserve.unlink(missing_ok=True)
+
     def close(self) -> None:
         if self.state == "running":
             self.state = "failed"
+        self._use_reserve()
         self._write_status()
         self.outputs.close()
         self.book.ledger.close()
@@ -327,15 +368,3 @@ class Bookkeeping:
                 self.links,
                 outlook,
             )
-
-
-def drivers_fault(error: OSError, step: int) -> Cause:
-    return Cause(
-        rank=None,
-        worker=0,
-        pid=os.getpid(),
-        host=platform.node(),
-        step=step,
-        what=explain(error),
-        noticed_by="the driver itself ran into it",
-    )

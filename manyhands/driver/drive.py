@@ -6,7 +6,7 @@ What the supervisor reports on the way is dealt with in bookkeeping.py.
 
 import shutil
 from collections.abc import Generator
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import msgspec
@@ -14,12 +14,14 @@ import msgspec
 from manyhands.accounting.ledger import Book, Opened, journal_of, new_book, old_book
 from manyhands.data.open_data import make_ready, open_data
 from manyhands.data.reading.records import Records
-from manyhands.driver.bookkeeping import Bookkeeping, drivers_fault
+from manyhands.driver.bookkeeping import Bookkeeping
 from manyhands.driver.live.command_socket import CommandSocket
 from manyhands.driver.live.live_requests import LiveRequests
+from manyhands.driver.open_files_needed import refuse_few_open_files
 from manyhands.driver.resolved_run import ResolvedRun
 from manyhands.driver.run_file_server import FileServer
 from manyhands.driver.stop_signals import asked_to_stop
+from manyhands.driver.supervise.run_outcome import Done
 from manyhands.driver.supervise.worker_states import Limits, Situation
 from manyhands.driver.supervisor import Supervisor
 from manyhands.driver.task_files import check_criteria, describe_run, task_line, weights_file
@@ -32,11 +34,14 @@ from manyhands.training.collective.collective import PRIVATE
 from manyhands.values import events
 from manyhands.values.config import to_toml
 from manyhands.values.credentials import new_secret
-from manyhands.values.errors import RunDirError
+from manyhands.values.errors import Interrupted, RunDirError, RunFailed
 from manyhands.values.report import Report
-from manyhands.values.run_folder import RunDir, locked, write_whole
-from manyhands.values.verdict import Cause
+from manyhands.values.run_folder import RunDir, keep_free, locked, write_whole
+from manyhands.values.verdict import Cause, explain
 from manyhands.values.worker_orders import Orders, Parcel
+
+RESERVED_BYTES = 1 << 15
+"""On disk, for the last words: a verdict, a status with every worker, an event."""
 
 
 def drive(job: ResolvedRun, launcher: Launcher, *, resume: int | None = None) -> Report:
@@ -47,13 +52,14 @@ def drive(job: ResolvedRun, launcher: Launcher, *, resume: int | None = None) ->
     _refuse_if_finished(job, made, resume)
     start_from = weights_file(job.config) if resume is None else None
     reserve(job, launcher, made)
+    refuse_few_open_files(made.workers.value)
     # On several hosts workers fetch their own data.
     many = launcher.traits.many_hosts
     here, fetch = (1, "nothing") if many else (made.workers.value, "all")
     make_ready(records, held_out, workers=here, quiet=job.quiet, fetch=fetch)
     with _folder(job.run, new=resume is None):
         written = _write_down(job, launcher, made, records, resume)
-    with nullcontext() if resume is not None else locked(job.run):
+    with closing(written.books), nullcontext() if resume is not None else locked(job.run):
         return _see_to_its_end(job, launcher, made, written, resume, start_from)
 
 
@@ -90,6 +96,7 @@ def _write_down(
     job: ResolvedRun, launcher: Launcher, made: Plan, records: Records, resume: int | None
 ) -> _Written:
     """Plan, task, ledger and config, in the run's folder; and the task in the hosts' memory."""
+    keep_free(job.run.reserve, RESERVED_BYTES)
     if resume is None:
         describe_run(job.run, job.loaded, job.config, records)
     write_whole(job.run.plan, msgspec.json.format(msgspec.json.encode(made)))
@@ -120,20 +127,47 @@ def _see_to_its_end(
     resume: int | None,
     start_from: str | None,
 ) -> Report:
+    """Whatever ends it is told in a verdict, and nothing of it is alive any more by then."""
+    books = written.books
+    try:
+        outcome = _supervise(job, launcher, made, written, resume, start_from)
+        if isinstance(outcome, Done):
+            return books.finish(outcome)
+    except KeyboardInterrupt:
+        raise books.interrupted() from None
+    except Interrupted:
+        raise
+    except Exception as error:
+        raise books.fail_with(error) from error
+    raise books.fail(outcome)
+
+
+def _supervise(
+    job: ResolvedRun,
+    launcher: Launcher,
+    made: Plan,
+    written: _Written,
+    resume: int | None,
+    start_from: str | None,
+) -> Done | Cause:
+    """Until the run is over, or cannot go on; then all workers are gone."""
     books = written.books
     for note in job.notes:
         books.event(events.Warned(text=note))
-    channel, commands = SupervisorChannel(launcher.traits.listens), CommandSocket(job.run.control)
-    orders = _orders(job, made, written.parcel, launcher, start_from)
+    with (
+        closing(SupervisorChannel(launcher.traits.listens)) as channel,
+        closing(CommandSocket(job.run.control)) as commands,
+        _stopping(launcher),
+    ):
+        orders = _orders(job, made, written.parcel, launcher, start_from)
 
-    def start(worker: int) -> WorkerPlace:
-        def at(place: WorkerPlace) -> bytes:
-            order = worker - written.first_worker
-            return _orders_at(place, orders, worker, order, channel)
+        def start(worker: int) -> WorkerPlace:
+            def at(place: WorkerPlace) -> bytes:
+                order = worker - written.first_worker
+                return _orders_at(place, orders, worker, order, channel)
 
-        return launcher.start(worker, at, job.run.log(worker))
+            return launcher.start(worker, at, job.run.log(worker))
 
-    try:
         situation = _situation(job, launcher, books, made, resume)
         speed = speed_control(job, launcher, made, situation, books.event)
         books.outlook = speed.outlook if speed is not None else books.outlook
@@ -157,12 +191,16 @@ def _see_to_its_end(
             start=start,
             first_worker=written.first_worker,
         )
-        return _supervise(supervisor, launcher, books)
+        with asked_to_stop() as supervisor.requests.stop_asked:
+            return supervisor.run()
+
+
+@contextmanager
+def _stopping(launcher: Launcher) -> Generator[None]:
+    try:
+        yield
     finally:
         launcher.stop()
-        commands.close()
-        channel.close()
-        books.close()
 
 
 def _orders(
@@ -228,23 +266,6 @@ def _situation(
     )
 
 
-def _supervise(supervisor: Supervisor, launcher: Launcher, books: Bookkeeping) -> Report:
-    """Until the run is over. Nothing of it is alive any more when its end is told."""
-    try:
-        with asked_to_stop() as supervisor.requests.stop_asked:
-            outcome = supervisor.run()
-        launcher.stop()
-        if isinstance(outcome, Cause):
-            raise books.fail(outcome)
-        return books.finish(outcome)
-    except KeyboardInterrupt:
-        launcher.stop()
-        raise books.interrupted() from None
-    except OSError as error:  # ours: the disk under the run folder, most likely
-        launcher.stop()
-        raise books.fail(drivers_fault(error, books.progress.step)) from error
-
-
 @contextmanager
 def _folder(run: RunDir, *, new: bool) -> Generator[None]:
     """A new run's folder; a request that turns out to be wrong leaves none behind."""
@@ -252,7 +273,9 @@ def _folder(run: RunDir, *, new: bool) -> Generator[None]:
         run.create()
     try:
         yield
-    except BaseException:
+    except BaseException as error:
         if new:
             shutil.rmtree(run.root, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise RunFailed(f"The run could not begin: {explain(error)}") from error
         raise

@@ -13,6 +13,7 @@
     ├── TrainError                trouble while running; exit code 1
     │   ├── LossNotFinite         a loss became NaN or infinite
     │   ├── UnevenBuffer          a model's buffer that no merge rule fits
+    │   ├── CallbackFailed        the caller's own function raised
     │   ├── DataDamaged           prepared data that is not what was written
     │   ├── CheckpointDamaged     bytes on disk are not the bytes that were written
     │   └── Broken                this worker was told to stop waiting
@@ -66,6 +67,10 @@ class TrainError(ManyhandsError):
 
 class DataDamaged(TrainError):
     """Prepared data that is missing, shorter than it was, or not the bytes that were written."""
+
+
+class CallbackFailed(TrainError):
+    """A function that the caller gave (`on_step`) raised; the error itself is the `__cause__`."""
 
 
 class LossNotFinite(TrainError):

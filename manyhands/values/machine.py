@@ -68,6 +68,38 @@ def oom_kills() -> int:
     return 0
 
 
+def open_files() -> int:
+    """File descriptors that this process has open. Looking takes one."""
+    try:
+        return len(os.listdir("/proc/self/fd")) - 1
+    except OSError:
+        return most_open_files()
+
+
+def most_open_files() -> int:
+    """How many it may have open."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def allow_open_files(wanted: int = 65536) -> int:
+    """As many as may be had without asking anybody, for this process and those it starts. No more
+    than `wanted`: there are programs that close every number up to the limit when they start."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return most_open_files()
+
+
+def occupy_standard_files() -> None:
+    """Nothing that is opened later gets the number of a stdin, stdout or stderr that was closed."""
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free: this one
+
+
 def peak_memory_bytes() -> int:
     """The most memory this process ever held."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

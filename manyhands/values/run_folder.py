@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every path of one run, and files that appear whole or not at all."""
 
+import errno
 import fcntl
 import os
 import re
+import shutil
 import time
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
@@ -52,6 +54,11 @@ class RunDir:
         return self.root / "verdict.json"
 
     @property
+    def reserve(self) -> Path:
+        """Room for the last words, kept while a run goes on: the disk may be full by then."""
+        return self.root / ".reserve"
+
+    @property
     def losses(self) -> Path:
         return self.root / "losses.bin"
 
@@ -86,8 +93,6 @@ class RunDir:
         try:
             self.root.parent.mkdir(parents=True, exist_ok=True)
             self.root.mkdir()
-            for folder in (self.task, self.checkpoints, self.root / "logs"):
-                folder.mkdir()
         except FileExistsError:
             if not self.root.is_dir():
                 raise RunDirError(
@@ -99,13 +104,22 @@ class RunDir:
             raise RunDirError(f"the run folder {self.root} already exists; {hint}.") from None
         except OSError as error:
             raise RunDirError(f"cannot create the run folder {self.root}: {error}") from error
+        try:
+            for folder in (self.task, self.checkpoints, self.root / "logs"):
+                folder.mkdir()
+        except OSError as error:
+            shutil.rmtree(self.root, ignore_errors=True)
+            raise RunDirError(f"cannot create {error.filename}: {error.strerror}") from error
         return self
 
 
 @contextmanager
 def locked(run: RunDir) -> Generator[None]:
     """One driver at a time. The kernel lets go when the process ends, however it ends."""
-    with open(run.root / ".lock", "w") as file:
+    path = run.root / ".lock"
+    with naming(path):
+        file = open(path, "w")  # noqa: SIM115 (closed below)
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -144,7 +158,7 @@ def write_whole(path: Path, content: bytes | str, *, durable: bool = True) -> No
     draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
     data = content.encode() if isinstance(content, str) else content
     try:
-        with open(draft, "wb") as file:
+        with naming(path), open(draft, "wb") as file:
             file.write(data)
             file.flush()
             if durable:
@@ -156,6 +170,26 @@ def write_whole(path: Path, content: bytes | str, *, durable: bool = True) -> No
         raise
     if durable:
         sync_folder(path.parent)
+
+
+@contextmanager
+def naming(path: Path) -> Generator[None]:
+    """What goes wrong with the machine in here goes wrong with this file, and says so."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = str(path)  # writing to an open file names none; a draft says nothing
+        raise
+
+
+def keep_free(path: Path, size_bytes: int) -> None:
+    """Take up room on the disk, to be given back when room is needed most."""
+    with naming(path), open(path, "wb") as file:
+        try:
+            os.posix_fallocate(file.fileno(), 0, size_bytes)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):  # it cannot be done here
+                raise
 
 
 def sync_folder(folder: Path) -> None:

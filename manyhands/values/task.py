@@ -151,14 +151,18 @@ def user_traceback(error: BaseException, source: Path | None = None) -> str:
     3 a.m. the line of one's own code is wanted.
     """
     frames = _frames(error.__traceback__)
-    own = [f for f in frames if not _is_library(f.filename)]
-    shown = (own or frames[-3:])[::-1]
+    shown = (own_frames(error) or frames[-3:])[::-1]
     lines = [f"  {f.filename}:{f.lineno} in {f.name}\n    {f.line}" for f in shown]
     name = type(error).__name__
     if isinstance(error, SyntaxError) and error.filename:
         lines.insert(0, f"  {error.filename}:{error.lineno}\n    {(error.text or '').strip()}")
     lines.append(f"{name}: {error}" if str(error) else name)
     return "\n".join(lines)
+
+
+def own_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """Those of the user's own code, innermost last."""
+    return [f for f in _frames(error.__traceback__) if not _is_library(f.filename)]
 
 
 def _frames(trace: TracebackType | None) -> list[traceback.FrameSummary]:

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import msgspec
 
+from manyhands.values.machine import most_open_files, open_files
+
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
     """What a cause and a verdict both say: who failed, where and why."""
@@ -86,14 +88,27 @@ class Verdict(Failure, frozen=True, kw_only=True):
         return "\n".join(lines)
 
 
+_OF_THE_DISK = {
+    errno.ENOSPC: ("the disk is full", "free some space"),
+    errno.EDQUOT: ("the disk quota is used up", "free some space"),
+    errno.EROFS: ("the file system is read-only", "make it writable"),
+}
+"""What went wrong, and what to do about it."""
+
+
 def explain(error: BaseException) -> str:
     """An exception from user code, torch or the machine, with advice where we have some."""
     name = type(error).__name__
     text = f"{name}: {error}" if str(error) else name
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if isinstance(error, OSError) and error.errno in _OF_THE_DISK:
+        written = f"writing {error.filename}" if error.filename else "while saving"
+        what, cure = _OF_THE_DISK[error.errno]
+        return f"{what}: {written}. What was saved before is still there: {cure}, then resume."
+    if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):  # also one of ZeroMQ's
+        here, most = open_files(), most_open_files()
         return (
-            f"the disk is full ({error.filename or 'while saving'}). The last good checkpoint is "
-            "still there: free some space, then resume."
+            f"there are no more file descriptors: {here} are open in this process, which may have "
+            f"{most}. Raise the limit (ulimit -n 65536), then resume. ({text})"
         )
     if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
         return f"memory ran out. Lower train.micro_batch or use fewer workers. ({text})"

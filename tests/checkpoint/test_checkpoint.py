@@ -1,5 +1,9 @@
 """Checkpoints: plain files that others can read, written while training goes on."""
 
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -7,7 +11,14 @@ import torch
 from safetensors.torch import load_file, load_model
 
 import manyhands as mh
-from manyhands.checkpoint.commit import FileRecord, FolderStorage, newest_good, to_delete
+from manyhands.checkpoint import commit
+from manyhands.checkpoint.commit import (
+    FileRecord,
+    FolderStorage,
+    StepManifest,
+    newest_good,
+    to_delete,
+)
 from manyhands.checkpoint.safetensors_files import encode, fingerprint
 from manyhands.checkpoint.saver import Content, Saver
 from manyhands.launch.engines.launcher import Launcher
@@ -124,3 +135,39 @@ def test_the_newest_good_step_skips_damaged_ones(tmp_path: Path) -> None:
     step, problems = newest_good(storage)
     assert step == 1 and len(problems) == 2
     assert "manifest.json cannot be read" in problems[0]
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL."""
+
+
+@pytest.mark.parametrize("exchanges", [True, False], ids=["exchange", "two renames"])
+@pytest.mark.parametrize("at", range(5))
+def test_a_kill_while_a_step_is_replaced_leaves_one_of_them_whole(
+    exchanges: bool, at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = FolderStorage(RunDir(tmp_path / "run").create())
+    first = storage.put(4, 1, "model", [b"before"])
+    storage.commit(StepManifest(4, {"model": first}, 1))
+    second = storage.put(4, 2, "model", [b"after!"])
+    calls = iter(range(100))
+
+    def deadly(do: Callable[..., object]) -> Callable[..., object]:
+        def call(*arguments: object, **more: object) -> object:
+            if next(calls) == at:
+                raise Killed
+            return do(*arguments, **more)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        if not exchanges:
+            patch.setattr(commit, "_RENAME_EXCHANGE", 1 << 30)  # no file system knows that
+        patch.setattr(commit.os, "replace", deadly(os.replace))
+        patch.setattr(commit.shutil, "rmtree", deadly(shutil.rmtree))
+        with suppress(Killed):
+            storage.commit(StepManifest(4, {"model": second}, 2))
+    storage.sweep()
+    assert newest_good(storage) == (4, [])
+    assert storage.get(4, "model").read_bytes() in (b"before", b"after!")
+    assert sorted(p.name for p in storage.run.checkpoints.iterdir()) == ["step-00000004"]

@@ -1,14 +1,19 @@
 """When something fails: exit codes, a verdict that names the cause, nothing left behind."""
 
 import os
+import resource
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 
 import manyhands as mh
+from manyhands.driver.bookkeeping import Bookkeeping
 from manyhands.launch.engines.launcher import Launcher
+from manyhands.monitor.run_status import status
+from manyhands.values.machine import open_files
 from manyhands.values.planned_faults import FaultPlan
 from manyhands.values.run_folder import RunDir
 from tests.support.tasks import ConvNet, classify, images, make
@@ -105,20 +110,6 @@ def test_a_loss_that_is_nan(launcher: Launcher, tmp_path: Path) -> None:
     assert "50" in records and len(records) <= 4
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
-def test_a_full_disk_leaves_the_last_good_checkpoint(launcher: Launcher, tmp_path: Path) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(disk)], check=True)
-    try:
-        said = verdict_of(launcher, disk / "run", settings=["checkpoint.keep_last=9"])
-        assert "the disk is full" in said
-        assert mh.fingerprint(disk / "run")
-        assert not list((disk / "run" / "checkpoints").glob(".*"))
-    finally:
-        subprocess.run(["umount", "-l", str(disk)], check=True)
-
-
 def test_an_integer_buffer_that_differs_is_named(launcher: Launcher, tmp_path: Path) -> None:
     said = verdict_of(launcher, tmp_path / "run", task=numbered(count_large, Counting))
     assert "the integer buffer 'seen'" in said
@@ -199,3 +190,51 @@ def test_a_fetch_that_fails_names_its_records(launcher: Launcher, tmp_path: Path
     said = verdict_of(launcher, tmp_path / "run", task=task)
     records = said.split("records ")[1].splitlines()[0].split(", ")
     assert "5" in records and len(records) <= 4
+
+
+def test_a_callback_that_raises_is_blamed_by_name(launcher: Launcher, tmp_path: Path) -> None:
+    def on_step(event: object) -> None:
+        raise KeyError("no such chart")
+
+    said = verdict_of(launcher, tmp_path / "run", on_step=on_step)
+    assert "in the driver: on_step raised KeyError: 'no such chart'" in said
+    assert f"{__file__}:" in said and "in on_step" in said
+    assert status(RunDir(tmp_path / "run"))["verdict"] == said
+
+
+def test_a_callback_that_exits_does_not_look_like_success(
+    launcher: Launcher, tmp_path: Path
+) -> None:
+    said = verdict_of(launcher, tmp_path / "run", on_step=lambda event: exit(0))
+    assert "in the driver: on_step raised SystemExit: 0" in said
+
+
+def test_a_bug_of_ours_is_called_so(
+    launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Bookkeeping, "begun", None)
+    said = verdict_of(launcher, tmp_path / "run")
+    assert "in the driver: this is a bug of manyhands: TypeError: 'NoneType'" in said
+    assert "supervisor.py:" in said and "report it" in said
+    assert status(RunDir(tmp_path / "run"))["state"] == "failed"
+
+
+def test_no_more_descriptors(launcher: Launcher, tmp_path: Path) -> None:
+    """As strangers can bring about who connect and say nothing."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken: list[int] = []
+
+    def take_all(event: object) -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (open_files() + 20, hard))
+        with suppress(OSError):
+            while True:
+                taken.append(os.dup(0))
+
+    try:
+        said = verdict_of(launcher, tmp_path / "run", on_step=take_all)
+    finally:
+        for fd in taken:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert "there are no more file descriptors" in said and "ulimit -n" in said
+    assert status(RunDir(tmp_path / "run"))["state"] == "failed"

@@ -262,8 +262,10 @@ class TestLocal(LauncherContract):
             self.exits(local, 1)
             local.start(1, orders(b"sleep 0"), tmp_path / "log")
             (pid,) = self.pids(local, 1)
+            agent = local.agent.pid
             local.agent.kill()
             (exit,) = self.exits(local, 1)
+            assert f"({agent}) was killed by signal 9 (SIGKILL)" in exit.why
             assert (exit.worker, exit.pid, exit.code) == (1, pid, -signal.SIGKILL)
             wait_for_end(pid)
             assert os.pread(local.fds[1], 5, 0) == b"hello", "the memory does not go with it"

@@ -11,6 +11,8 @@ from manyhands.driver.supervise.worker_states import Situation, WorkerState
 from manyhands.values.messages import Trouble
 from manyhands.values.verdict import Cause
 
+MEMORY = "Memory ran out: lower train.micro_batch (activations) or use fewer workers."
+
 GRACE_S = 2.0
 """How long to wait for a cause when a worker ended with a code that says nothing."""
 
@@ -51,6 +53,9 @@ def cause_of_loss(now: Situation, worker: WorkerState) -> Cause:
     else:
         what, advice = _of_code(now, worker.exit.code)
         noticed = "the host agent saw it end"
+    if worker.exit is not None and worker.exit.why:
+        what, advice = worker.exit.why, MEMORY if now.oom_kills else ""
+        noticed = "its launcher saw it"
     if worker.exit is not None and worker.exit.lost:
         what, advice = worker.exit.lost, "Look at that host, and at the network between."
         noticed = "the driver's pings of that host"
@@ -81,7 +86,7 @@ def _of_code(now: Situation, code: int) -> tuple[str, str]:
     what = f"it was killed by signal {-code} ({signal.Signals(-code).name})"
     if code == -signal.SIGKILL and now.oom_kills:
         what += ": the kernel ended it because the machine ran out of memory"
-        return what, "Lower train.micro_batch (activations) or use fewer workers."
+        return what, MEMORY
     if code == -signal.SIGKILL:
         return what, (
             "Nobody in this run sent it, and the kernel reports no memory shortage: "

@@ -4,29 +4,33 @@
 A fork takes 20 ms where a new interpreter needs two seconds to import torch. The agent must never
 run a kernel, user code or a CUDA query itself: a child forked after that can hang. It holds the
 run's memory (memfds it inherited), tells the driver when a worker ends and how, and dies with the
-driver: when the socket to it closes, it kills its workers and goes.
+driver: when the socket to it closes, or its process ends, it kills its workers and goes. What a
+worker had started ends with the worker, in whatever session it is.
 
-Run as `python -m manyhands.launch.engines.fork_agent SOCKET_FD ENTRY`, where ENTRY names the
-worker's main.
+Run as `python -m manyhands.launch.engines.fork_agent SOCKET_FD ENTRY DRIVER`, where ENTRY names the
+worker's main and DRIVER is the process that started us.
 """
 
 import ctypes
 import gc
 import importlib
 import os
+import select
 import selectors
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 class StartWorker(msgspec.Struct, frozen=True, tag=True):
@@ -55,6 +59,8 @@ class WorkerExit(msgspec.Struct, frozen=True, tag=True):
     host: str = ""
     lost: str = ""
     """Its host is gone, as far as anybody can tell: why."""
+    why: str = ""
+    """What is known of its end that the code does not say."""
 
 
 class AgentUnable(msgspec.Struct, frozen=True, tag=True):
@@ -75,17 +81,29 @@ MAX_MESSAGE = 1 << 20
 UNREAPED_S = 3.0
 """How long a killed worker may take to end before it is looked at more closely."""
 
+ORPHANS_S = 1.0
+"""How long what a worker left behind is waited for."""
+
 
 def die_with_parent() -> None:
-    """Linux: be killed when the thread that started this process ends."""
+    """Linux: be killed when the thread that started this process ends. The agent has one thread, so
+    that is right for its workers; a driver may have started its agent in a thread that ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def adopt_orphans() -> None:
+    """Linux: processes that descend from this one and lose their parent become our children, not
+    init's. So what a worker detached is the worker's while that lives, and then the agent's."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
 class Agent:
-    def __init__(self, channel: socket.socket, entry: Callable[[bytes], int]) -> None:
-        self.channel, self.entry, self.pid = channel, entry, os.getpid()
+    def __init__(self, channel: socket.socket, driver: int, entry: Callable[[bytes], int]) -> None:
+        """`driver`: its pidfd."""
+        self.channel, self.driver, self.entry, self.pid = channel, driver, entry, os.getpid()
         self.selector = selectors.DefaultSelector()
         self.selector.register(channel, selectors.EVENT_READ)
+        self.selector.register(driver, selectors.EVENT_READ)
         self.pids: dict[int, int] = {}
         """worker → process; another run counts its workers anew"""
         self.workers: dict[int, int] = {}
@@ -95,10 +113,12 @@ class Agent:
         self.written_off: set[int] = set()
 
     def serve(self) -> None:
-        """Until the driver hangs up."""
+        """Until the driver hangs up, or is gone (a process that it forked may hold the line)."""
         try:
             while True:
                 for key, _ in self.selector.select(1.0 if self.condemned else None):
+                    if key.fileobj == self.driver:
+                        return
                     if key.fileobj is not self.channel:
                         self._reap(key.data)
                         continue
@@ -110,11 +130,18 @@ class Agent:
         finally:
             for pid in self.workers:
                 self._kill(pid)
+            self.workers.clear()
+            self._end_orphans()
 
     def _obey(self, order: ToAgent) -> None:
         match order:
             case StartWorker():
-                pid = os.fork()
+                try:
+                    pid = os.fork()
+                except OSError as error:  # of processes or memory there are no more
+                    why = f"it could not be started: {error.strerror}"
+                    self._tell(WorkerExit(order.worker, 0, 1, why=why))
+                    return
                 if pid == 0:
                     self._become_worker(order)
                 self.pids[order.worker], self.workers[pid] = pid, order.worker
@@ -138,15 +165,31 @@ class Agent:
             if key.data == pid:
                 self.selector.unregister(key.fileobj)
                 os.close(key.fd)
-        _, status = os.waitpid(pid, 0)
+        # What the worker itself had started. Until it is reaped nobody else has its number.
         with suppress(ProcessLookupError, PermissionError):
-            os.killpg(pid, signal.SIGKILL)  # processes that the worker itself had started
+            os.killpg(pid, signal.SIGKILL)
+        _, status = os.waitpid(pid, 0)
         worker = self.workers.pop(pid)
+        self._end_orphans()
         self.condemned.pop(pid, None)
         if pid in self.written_off:  # its end was told before it came
             self.written_off.remove(pid)
         else:
             self._tell(WorkerExit(worker, pid, os.waitstatus_to_exitcode(status)))
+
+    def _end_orphans(self) -> None:
+        """Whatever is our child and no worker was left behind by one that has ended. Those that do
+        not end now (a disk that does not answer) are looked at again when the next worker ends."""
+        deadline = time.monotonic() + ORPHANS_S
+        while orphans := [pid for pid in _children(self.pid) if pid not in self.workers]:
+            for pid in orphans:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+                with suppress(ChildProcessError):
+                    os.waitpid(pid, os.WNOHANG)
+            if time.monotonic() > deadline:
+                return
+            time.sleep(0.001)
 
     def _write_off(self) -> None:
         """Report those as ended who were killed and whose threads all sit in the kernel.
@@ -173,12 +216,16 @@ class Agent:
             die_with_parent()
             if os.getppid() != self.pid:  # it died before that was said
                 os._exit(code)
+            adopt_orphans()
             gc.enable()
             os.setpgid(0, 0)
             self.selector.close()
             self.channel.close()
-            log = os.open(order.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-            nothing = os.open(os.devnull, os.O_RDONLY)
+            os.close(self.driver)
+            nothing = os.open(os.devnull, os.O_RDWR)
+            log = nothing
+            with suppress(OSError):  # a worker need not have a log; what goes wrong it also tells
+                log = os.open(order.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             for source, target in ((nothing, 0), (log, 1), (log, 2)):
                 os.dup2(source, target)
             if order.folder:
@@ -203,22 +250,59 @@ def _all_in_the_kernel(pid: int) -> bool:
     return all(stat.rpartition(")")[2].split()[0] in "DZX" for stat in stats)
 
 
-def main() -> None:
-    die_with_parent()
-    if os.getppid() == 1:
-        return
-    gc.disable()  # importing torch makes a million objects; looking for garbage costs 0.4 s
-    channel = socket.socket(fileno=int(sys.argv[1]))
-    module, _, function = sys.argv[2].partition(":")
-    try:
-        importlib.import_module("torch")  # the point of this process
+def _children(parent: int) -> list[int]:
+    """Processes whose parent this is, ended ones that nobody has reaped among them."""
+    found: list[int] = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has just ended
+            if int(path.read_text().rpartition(")")[2].split()[1]) == parent:
+                found.append(int(path.parent.name))
+    return found
 
-        entry = getattr(importlib.import_module(module), function)
+
+@contextmanager
+def gone_with(driver: int) -> Generator[None]:
+    """Meanwhile this process ends with the driver, whatever it is doing. A thread sees to it, and
+    is gone afterwards: only a process of one thread may fork."""
+    over, end = os.pipe()
+
+    def watch() -> None:
+        ready, _, _ = select.select([driver, over], [], [])
+        if driver in ready:
+            os._exit(1)
+
+    thread = threading.Thread(target=watch, name="driver watch", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        os.close(end)
+        thread.join()
+        os.close(over)
+
+
+def main() -> None:
+    number, named, parent = sys.argv[1:4]
+    try:
+        driver = os.pidfd_open(int(parent))
+    except ProcessLookupError:
+        return
+    if os.getppid() != int(parent):  # it died before, and another has its number
+        return
+    adopt_orphans()
+    gc.disable()  # importing torch makes a million objects; looking for garbage costs 0.4 s
+    channel = socket.socket(fileno=int(number))
+    module, _, function = named.partition(":")
+    try:
+        with gone_with(driver):
+            importlib.import_module("torch")  # the point of this process
+
+            entry = getattr(importlib.import_module(module), function)
     except Exception as error:
         channel.send(encode(AgentUnable(f"{type(error).__name__}: {error}")))
         return
     gc.freeze()  # workers need not look at (and so copy) what they all have in common
-    Agent(channel, entry).serve()
+    Agent(channel, driver, entry).serve()
 
 
 if __name__ == "__main__":
