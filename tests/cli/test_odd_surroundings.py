@@ -148,8 +148,8 @@ def test_nobody_reads_what_is_printed(task: Path, tmp_path: Path) -> None:
     assert done.returncode == 0 and "Broken pipe" not in done.stderr, done.stderr
 
 
-NOBODY = ["--reuid=54321", "--regid=54321", "--clear-groups"]
-NOBODY += ["--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search"]
+NOBODY = ["--reuid=54321", "--regid=54321", "--clear-groups",
+          "--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search"]  # fmt: skip
 """Somebody without a name, who may write to nothing that is not theirs. They may read everything:
 the interpreter may be in a home of root's."""
 

@@ -122,7 +122,7 @@ class Counting(ConvNet):
 
 
 def count_large(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    model.seen += int((batch["i"] > 50).sum())
+    model.seen += int((batch["i"] > 50).sum())  # type: ignore[operator]
     return model(batch["x"]).mean()
 
 
@@ -135,6 +135,10 @@ def test_an_exception_that_cannot_be_encoded(launcher: Launcher, tmp_path: Path)
     assert "ValueError: bad name caf" in said
 
 
+def no_score(predicted: torch.Tensor, true: torch.Tensor) -> torch.Tensor:
+    return predicted.nothing  # type: ignore[attr-defined]
+
+
 def test_a_score_that_fails_does_not_cost_the_weights(launcher: Launcher, tmp_path: Path) -> None:
     task = mh.Task(
         model=ConvNet,
@@ -143,7 +147,7 @@ def test_a_score_that_fails_does_not_cost_the_weights(launcher: Launcher, tmp_pa
         data=images(),
         held_out=0.2,
         predict=lambda m, b: (m(b["x"]), b["y"]),
-        scores={"wrong": lambda p, t: p.nothing},
+        scores={"wrong": no_score},
     )
     said = verdict_of(launcher, tmp_path / "run", task=task)
     assert "no attribute 'nothing'" in said and "step 8; continue" in said
@@ -205,7 +209,10 @@ def test_a_callback_that_raises_is_blamed_by_name(launcher: Launcher, tmp_path: 
 def test_a_callback_that_exits_does_not_look_like_success(
     launcher: Launcher, tmp_path: Path
 ) -> None:
-    said = verdict_of(launcher, tmp_path / "run", on_step=lambda event: exit(0))
+    def leave(event: object) -> None:
+        raise SystemExit(0)
+
+    said = verdict_of(launcher, tmp_path / "run", on_step=leave)
     assert "in the driver: on_step raised SystemExit: 0" in said
 
 

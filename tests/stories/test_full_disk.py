@@ -17,8 +17,8 @@ from tests.support.tasks import make
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
 
-SETTINGS = ["train.batch=32", "train.micro_batch=4", "train.steps=8", "checkpoint.every_steps=2"]
-SETTINGS += ["checkpoint.keep_last=9"]
+SETTINGS = ["train.batch=32", "train.micro_batch=4", "train.steps=8", "checkpoint.every_steps=2",
+            "checkpoint.keep_last=9"]  # fmt: skip
 
 
 def mount(disk: Path, options: str) -> None:
