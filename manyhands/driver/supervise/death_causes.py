@@ -11,7 +11,7 @@ from manyhands.driver.supervise.worker_states import Situation, WorkerState
 from manyhands.values.messages import Trouble
 from manyhands.values.verdict import Cause
 
-MEMORY = "Memory ran out: lower train.micro_batch (activations) or use fewer workers."
+MEMORY = "Lower train.micro_batch (activations) or use fewer workers: memory ran out."
 
 GRACE_S = 2.0
 """How long to wait for a cause when a worker ended with a code that says nothing."""
