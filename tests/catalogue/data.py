@@ -1,0 +1,7 @@
+"""Data."""
+
+# pyright: basic
+
+from tests.catalogue.case import Case
+
+CASES: list[Case] = []

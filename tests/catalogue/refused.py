@@ -1,0 +1,7 @@
+"""Refused."""
+
+# pyright: basic
+
+from tests.catalogue.case import Case
+
+CASES: list[Case] = []
