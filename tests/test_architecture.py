@@ -150,6 +150,7 @@ def test_importing_manyhands_imports_no_torch() -> None:
 def test_errors_survive_pickling() -> None:
     samples = [
         errors.LossNotFinite(1, 2, 3, float("inf"), [4, 5]),
+        errors.GradientNotFinite(1, 2, 3, "weight", [4, 5]),
         errors.UnevenBuffer("seen", 7),
         errors.Interrupted("runs/x", 9),
         errors.RunFailed("why"),

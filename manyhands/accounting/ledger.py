@@ -66,6 +66,13 @@ class SettingsChanged(LedgerEntry, frozen=True, tag="Changed"):
     settings: dict[str, Any]
 
 
+class StepSkipped(LedgerEntry, frozen=True, tag="Skipped"):
+    """Step `step` consumed its records and changed nothing: something in it was not finite."""
+
+    step: int
+    why: str
+
+
 class Rewound(LedgerEntry, frozen=True):
     """The run went back to having done `step` steps: steps >= it are void, and changes > it.
 
@@ -76,7 +83,7 @@ class Rewound(LedgerEntry, frozen=True):
     step: int
 
 
-AnyEntry = Opened | Committed | SettingsChanged | Rewound
+AnyEntry = Opened | Committed | SettingsChanged | StepSkipped | Rewound
 
 
 # ---- the file
@@ -129,6 +136,9 @@ class Book:
         """Settings are in force from `step` on; durable on return."""
         self.changes.append(SettingsChanged(step, settings))
         self.ledger.write(self.changes[-1], durable=True)
+
+    def skip(self, step: int, why: str) -> None:
+        self.ledger.write(StepSkipped(step, why))
 
     def begin(self, step: int, generation: int, workers: list[int], speeds: list[float]) -> None:
         """A view is in force; the one before it did everything up to `step`, or was all lost."""
@@ -252,6 +262,18 @@ def numbered(entries: Sequence[AnyEntry]) -> list[tuple[int, Committed]]:
             opened = opening(entries)
             line = [(n, _cut_at(entry.step, c, opened)) for n, c in line if c.first < entry.step]
     return line
+
+
+def skipped(entries: Sequence[AnyEntry]) -> list[int]:
+    """Steps that changed nothing, those aside that a rewind made void; whoever takes over may
+    have told of one again."""
+    steps: set[int] = set()
+    for entry in entries:
+        if isinstance(entry, StepSkipped):
+            steps.add(entry.step)
+        elif isinstance(entry, Rewound):
+            steps = {step for step in steps if step < entry.step}
+    return sorted(steps)
 
 
 def changes_of(entries: Sequence[AnyEntry]) -> list[SettingsChanged]:

@@ -20,10 +20,12 @@ from manyhands.accounting.ledger import (
     Opened,
     Rewound,
     SettingsChanged,
+    StepSkipped,
     changes_of,
     numbered,
     opening,
     runs_of,
+    skipped,
 )
 from manyhands.values.errors import RunDirError
 
@@ -55,6 +57,8 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True):
     """The steps that the run went back to, in order."""
     changes: list[SettingsChanged] = []
     """Those that were not made void."""
+    skipped: list[int] = []
+    """Steps that changed nothing, because something in them was not finite."""
 
     @property
     def ok(self) -> bool:
@@ -85,6 +89,7 @@ def check(entries: Sequence[AnyEntry]) -> Proof:
         by_worker=_shares([c for line, c in survivors if line not in wrong], opened),
         rewinds=[entry.step for entry in entries if isinstance(entry, Rewound)],
         changes=changes_of(entries),
+        skipped=skipped(entries),
     )
 
 
@@ -153,6 +158,8 @@ def _sequence(entries: Sequence[AnyEntry]) -> Iterator[tuple[int, str]]:
                 if before and (text := _views(before, entry)):
                     yield line, text
                 done, before = stop, entry
+            case StepSkipped():  # the records of its step are in a committed range
+                pass
 
 
 def _views(before: Committed, after: Committed) -> str | None:

@@ -62,6 +62,7 @@ class Bookkeeping:
         self.live = LiveSettings(job.config.with_settings(live))
         self.losses: dict[int, float] = {}
         self.logged = first_step
+        self.passed_over = -1
         """The last step that was written down."""
         self.incidents = 0
         self.doing = "running"
@@ -174,6 +175,12 @@ class Bookkeeping:
         self.book.change(step, changes)
         self.live.change(changes)
         self.event(events.Changed(step=step, settings=changes))
+
+    def skipped(self, step: int, why: str) -> None:
+        if step != self.passed_over:  # whoever takes over tells of it again
+            self.passed_over = step
+            self.book.skip(step, why)
+            self.event(events.Skipped(step=step, why=why))
 
     def recovered(self, incident: Incident) -> None:
         self.incidents += 1

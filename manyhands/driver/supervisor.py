@@ -43,6 +43,7 @@ from manyhands.values.messages import (
     Left,
     Measured,
     Notice,
+    Passed,
     ReadFile,
     Ready,
     Reply,
@@ -244,7 +245,7 @@ class Supervisor:
             self.channel.router.refuse()
             return
         # These may be read after its end was seen.
-        last_words = Begun | Beat | Scored | Trouble | Notice | Left | Written
+        last_words = Begun | Beat | Scored | Trouble | Notice | Passed | Left | Written
         if worker.phase == "gone" and not isinstance(message, last_words):
             return
         self.liveness.heard(worker.number)
@@ -297,6 +298,8 @@ class Supervisor:
                     self._tell_members(answer)
             case Notice(text=text):
                 self.books.event(events.Warned(text=text))
+            case Passed(step=step, why=why):
+                self.books.skipped(step, why)
             case Left():
                 worker.left = message
                 now.step = max(now.step, message.step)

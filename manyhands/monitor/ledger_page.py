@@ -52,6 +52,9 @@ def _verdict(proof: Proof) -> str:
     if proof.rewinds:
         back = ", ".join(str(step) for step in proof.rewinds[-MOST_ROWS:])
         extra.append(f"{_count(len(proof.rewinds), 'rewind')} (to {back})")
+    if proof.skipped:
+        these = ", ".join(str(step) for step in proof.skipped[-MOST_ROWS:])
+        extra.append(f"{_count(len(proof.skipped), 'skipped step')} ({these})")
     if proof.changes:
         extra.append(f"{_count(len(proof.changes), 'change')} of settings")
     return f"{text}\n{', '.join(extra)}"

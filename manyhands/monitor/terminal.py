@@ -20,6 +20,7 @@ from manyhands.values.events import (
     Lost,
     Saved,
     Scaled,
+    Skipped,
     Viewed,
     Warned,
     numbers_of,
@@ -164,6 +165,8 @@ def describe(event: AnyEvent) -> str | None:
             return f"step {event.step}: {event.before} → {event.workers} workers: {because}"
         case Scaled():
             return f"step {event.step}: from {event.before} to {event.workers} workers, as asked"
+        case Skipped():
+            return f"step {event.step}: skipped: {event.why}"
         case Changed():
             said = ", ".join(f"{name} = {value}" for name, value in event.settings.items())
             return f"step {event.step}: from here on {said}"

@@ -47,6 +47,11 @@ class TrainConfig:
     clip_norm: float | None = setting(None, "weights", live=True)
     """Gradients whose global norm is larger are scaled down to it."""
 
+    not_finite: Literal["stop", "skip"] = setting("stop", "weights")
+    """What becomes of a step whose loss or gradient is NaN or infinite. It is never applied: "stop"
+    ends the run and names the micro-batch, its records and the first parameter; "skip" leaves
+    weights, optimizer and buffers as they were, writes the step down as skipped, and goes on."""
+
     precision: Literal["fp32", "bf16", "fp16"] = setting("fp32", "weights")
     """"bf16" runs forward under autocast. "fp16" would need a loss scaler and is refused."""
 

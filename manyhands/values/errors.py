@@ -12,6 +12,7 @@
     │   └── OptimizerRefused      an optimizer that cannot be shared out
     ├── TrainError                trouble while running; exit code 1
     │   ├── LossNotFinite         a loss became NaN or infinite
+    │   ├── GradientNotFinite     a gradient did, under a finite loss
     │   ├── UnevenBuffer          a model's buffer that no merge rule fits
     │   ├── CallbackFailed        the caller's own function raised
     │   ├── DataDamaged           prepared data that is not what was written
@@ -73,6 +74,11 @@ class CallbackFailed(TrainError):
     """A function that the caller gave (`on_step`) raised; the error itself is the `__cause__`."""
 
 
+def _records(records: Sequence[int]) -> str:
+    more = f" and {len(records) - 32} more" if len(records) > 32 else ""
+    return f"records {', '.join(str(r) for r in records[:32])}{more}"
+
+
 class LossNotFinite(TrainError):
     def __init__(
         self, rank: int, step: int, index: int, loss: float, records: Sequence[int]
@@ -81,12 +87,39 @@ class LossNotFinite(TrainError):
 
     def __str__(self) -> str:
         _, step, index, loss, records = self.args
-        shown = ", ".join(str(r) for r in records[:32])
-        more = f" and {len(records) - 32} more" if len(records) > 32 else ""
         return (
-            f"the loss is {loss} at step {step}, micro-batch {index} (records {shown}{more}). "
+            f"the loss is {loss} at step {step}, micro-batch {index} ({_records(records)}). "
             "Look at those records first; otherwise lower the learning rate, set train.clip_norm, "
             "or check the loss for log(0) and 0/0."
+        )
+
+
+class GradientNotFinite(TrainError):
+    """Of `name` in micro-batch `index` of a step; None: in their sum, or it is not known yet."""
+
+    def __init__(
+        self,
+        rank: int | None,
+        step: int,
+        index: int | None = None,
+        name: str | None = None,
+        records: Sequence[int] = (),
+    ) -> None:
+        super().__init__(rank, step, index, name, list(records))
+
+    def __str__(self) -> str:
+        _, step, index, name, records = self.args
+        kept = f"The step was not taken: the weights are those after {step} steps. "
+        if index is None:
+            return (
+                f"the gradients of step {step} add up to a number that is not finite, though the "
+                f"loss is finite. {kept}Lower the learning rate, or train in a wider dtype."
+            )
+        return (
+            f"the gradient of '{name}' is not finite at step {step}, micro-batch {index} "
+            f"({_records(records)}), though the loss is. {kept}Look at those records, and in the "
+            "loss for sqrt at 0, 0/0 or log(0) behind a where (torch.autograd.detect_anomaly names "
+            'the operation). train.not_finite = "skip" leaves such steps out.'
         )
 
 

@@ -148,6 +148,13 @@ class Changed(Event, frozen=True):
     settings: dict[str, Any]
 
 
+class Skipped(Event, frozen=True):
+    """A step that was not applied: something in it was not finite."""
+
+    step: int
+    why: str
+
+
 class Finished(Event, frozen=True):
     step: int
     because: str
@@ -182,6 +189,7 @@ AnyEvent = (
     | Linked
     | Scaled
     | Changed
+    | Skipped
     | Finished
     | Failed
     | Stopped

@@ -239,6 +239,14 @@ class Notice(Message, frozen=True):
     text: str
 
 
+class Passed(Message, frozen=True):
+    """A step changed nothing, because something in it was not finite."""
+
+    worker: int
+    step: int
+    why: str
+
+
 class Left(Message, frozen=True):
     """Training is done here; everything is written."""
 
@@ -343,6 +351,7 @@ FromWorker = (
     | Trouble
     | Testimony
     | Notice
+    | Passed
     | Left
 )
 FromSupervisor = View | Reply | Answer | Halt | Break

@@ -24,7 +24,7 @@ from manyhands.training.compute.micro_batch_gradient import LossFn
 from manyhands.training.compute.seeds import seed_everything
 from manyhands.training.state.memory import Memory
 from manyhands.training.state.replica import Replica
-from manyhands.training.sync.sync import Auditor, Moment, Sync
+from manyhands.training.sync.sync import Moment, Sync
 from manyhands.values.messages import Measured
 from manyhands.values.task import Task
 from manyhands.values.worker_orders import Orders
@@ -45,7 +45,7 @@ class WorkerParts:
     held_out: Records | None
     sharing: "Sharing | None"
     """Its part in the exchange of shards between hosts."""
-    auditor: Auditor
+    auditor: compare_workers.Recheck
     sync: Sync
     built: bytes
     """What the model and the data look like, for others to compare with theirs."""

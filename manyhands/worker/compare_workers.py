@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Workers are compared with each other: what they have built, and what they compute."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -9,7 +9,7 @@ import msgspec
 from manyhands.accounting.deal_micro_batches import Cut
 from manyhands.data.reading.records import Records, sampled_digest
 from manyhands.training.compute import nondeterminism
-from manyhands.training.compute.micro_batch_gradient import LossFn, compute, digest
+from manyhands.training.compute.micro_batch_gradient import Leaf, LossFn, compute, digest
 from manyhands.training.state.optimizer_kinds import how_to_cut
 from manyhands.training.state.replica import Replica
 from manyhands.training.sync.sync import Moment
@@ -84,19 +84,40 @@ class Recheck:
     def digest(self, cut: Cut, index: int) -> int:
         replica = self.replica
         trainable = [replica.parameters[place.name] for place in replica.layout.trainable]
+        leaf = self._compute(cut, index)
+        self.moment("leaf")
+        found = digest(trainable, leaf)
+        self._clean_up()
+        return found
+
+    def first_not_finite(self, step: int, indices: Iterable[int]) -> tuple[int, str] | None:
+        """Which of these micro-batches has a gradient that is not finite, and of what parameter:
+        each is computed again."""
+        cut, places = self.feed.cut(step), self.replica.layout.trainable
+        for index in indices:
+            self._compute(cut, index)
+            gradients = [self.replica.parameters[place.name].grad for place in places]
+            self._clean_up()
+            for place, gradient in zip(places, gradients, strict=True):
+                if gradient is not None and not gradient.to_dense().isfinite().all():
+                    return index, place.name
+        return None
+
+    def _compute(self, cut: Cut, index: int) -> Leaf:
+        replica = self.replica
         replica.buffers.begin(alone=len(cut.sizes) == 1)
         micro_batch = self.feed.unwatched(cut, index)
         with replica.guard:
-            leaf = compute(
+            return compute(
                 replica.model,
                 micro_batch,
                 self.loss,
                 seed=self.train.seed,
                 precision=self.train.precision,
             )
-        self.moment("leaf")
-        found = digest(trainable, leaf)
-        for parameter in trainable:
+
+    def _clean_up(self) -> None:
+        """What was computed was not for the step."""
+        for parameter in self.replica.parameters.values():
             parameter.grad = None
-        replica.buffers.show()  # what it did to them was not for the step
-        return found
+        self.replica.buffers.show()

@@ -298,7 +298,18 @@ class TrainingWorker:
             assert self.parts is not None, "asked only when there is a feed"
             return self.parts.feed.ids(step, index)
 
+        if isinstance(error, errors.GradientNotFinite):
+            error = self._located(error)
         self.channel.send(trouble_of(error, self.heartbeat, self.world.rank, ids))
+
+    def _located(self, error: errors.GradientNotFinite) -> errors.GradientNotFinite:
+        """With the micro-batch and the parameter: those of this worker are computed again."""
+        owner, step, *_ = error.args
+        if self.parts is None or owner != self.world.rank:
+            return error
+        mine = self.sync.indices(self.parts.feed.cut(step))
+        found = self.parts.auditor.first_not_finite(step, mine)
+        return error if found is None else errors.GradientNotFinite(owner, step, *found)
 
     def _log_line(self, text: str) -> None:
         with suppress(OSError):  # the disk may be what is full

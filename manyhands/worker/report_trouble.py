@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from manyhands.launch.wire.heartbeat import Heartbeat
 from manyhands.training.collective.handshake import PeerListener
-from manyhands.values.errors import LossNotFinite, ManyhandsError, RequestError
+from manyhands.values.errors import GradientNotFinite, LossNotFinite, ManyhandsError, RequestError
 from manyhands.values.messages import Trouble
 from manyhands.values.task import user_traceback
 from manyhands.values.verdict import explain
@@ -41,6 +41,11 @@ def trouble_of(
         records = ids(step, index)
         error = LossNotFinite(owner, step, index, loss, records)
         symptom = owner != rank  # every worker sees it; the one that computed it reports it
+    elif isinstance(error, GradientNotFinite):
+        owner, step, index, name, _ = error.args
+        records = ids(step, index) if index is not None else []
+        error = GradientNotFinite(owner, step, index, name, records)
+        symptom = owner not in (None, rank)
     elif heartbeat.current is not None:
         step, index = heartbeat.current
         records = ids(step, index)

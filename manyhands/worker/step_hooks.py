@@ -11,7 +11,7 @@ from manyhands.training.compute.nondeterminism import PlainState
 from manyhands.training.loop import Hook
 from manyhands.training.state.replica import Replica, StepFacts
 from manyhands.values.config import live_settings
-from manyhands.values.messages import View
+from manyhands.values.messages import Passed, View
 from manyhands.values.worker_orders import Orders
 from manyhands.values.world import World
 from manyhands.worker import checkpoint_part
@@ -109,6 +109,8 @@ class StepHooks:
         epoch = self.parts.feed.epochs_done(replica.step)
         lr = float(replica.optimizer.param_groups[0].get("lr", math.nan))
         heartbeat.stepped(replica.step, epoch, facts.loss, lr, facts.records, dict(facts.numbers))
+        if facts.skipped and self.world.leads:
+            self.channel.send(Passed(worker=self.orders.worker, step=facts.step, why=facts.skipped))
         first, self.logged = self.logged < 0, replica.step
         if first:  # people wait for the first sign of life
             self.channel.send(heartbeat.beat())

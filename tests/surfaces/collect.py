@@ -192,6 +192,7 @@ def exit_codes(made: Evidence) -> Lines:
     """Of the program, by how a command ended."""
     needed = {
         errors.LossNotFinite: (0, 1, 2, 0.5, []),
+        errors.GradientNotFinite: (0, 1),
         errors.UnevenBuffer: ("name", 1),
         errors.AuditMismatch: (1, 2),
         errors.Interrupted: ("run", 1),

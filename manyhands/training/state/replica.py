@@ -42,6 +42,8 @@ class StepFacts:
     agreed: int
     """Number of the last command that every worker has heard."""
     numbers: Mapping[str, float] = field(default_factory=dict[str, float])
+    skipped: str = ""
+    """What in it was not finite: nothing was changed."""
 
 
 class Replica:

@@ -164,6 +164,15 @@ class ShardedOptimizer:
             self.undo_log.open(self.rank, unit, step)
             self._prepared = unit.blocks, step
 
+    def pass_over(self, step: int) -> None:
+        """Step `step` is done without anything being changed."""
+        self._prepared = None
+        for work in self.works:
+            if self.cut != "blocks":
+                for span, tensor in zip(work.unit.spans, work.tensors, strict=True):
+                    self.undo_log.put_extras(span.index, step + 1, self._plain_state(work, tensor))
+            self.undo_log.close(self.rank, work.unit, step)
+
     def update(
         self, work: _Work, gradient: Lanes, origin: Bounds, touched: Sequence[bool], step: int
     ) -> None:

@@ -24,9 +24,10 @@ from manyhands.training.state.sharded_optimizer import ShardedOptimizer, one_thr
 from manyhands.training.state.undo_log import UndoLog
 from manyhands.training.sync.canonical_sum import finish
 from manyhands.training.sync.clip import block_norms, coefficient, torch_coefficient
+from manyhands.training.sync.finite import reach
 from manyhands.training.sync.sync import CHANGING_NAMES, MIXED_WEIGHTS, Held, Place
 from manyhands.values.config import TrainConfig
-from manyhands.values.errors import LossNotFinite, TaskError
+from manyhands.values.errors import GradientNotFinite, LossNotFinite, TaskError
 
 
 class Alone:
@@ -39,6 +40,7 @@ class Alone:
     ) -> None:
         self.replica, self.heard, self.micro_batches = replica, heard, train.micro_batches
         self.seed, self.precision = train.seed, train.precision
+        self.skips = train.not_finite == "skip"
         replica.clip_norm = train.clip_norm
         how_to_cut(replica.optimizer)  # refuses what cannot be done
         undo_log = UndoLog(replica.layout, replica.weights, {}, {}, {}, Memory(None), extras=True)
@@ -57,7 +59,7 @@ class Alone:
         self._rows: list[StatisticsRow] = []
         self._outcomes: list[dict[str, Tensor]] = []
         self._shares: list[float] = []
-        self._holds = False
+        self._holds = self._skipped = False
 
     def regroup(self, place: Place) -> None:
         self._holds = True
@@ -91,7 +93,7 @@ class Alone:
                 leaf = compute(
                     replica.model, micro_batch, loss, seed=self.seed, precision=self.precision
                 )
-            if not math.isfinite(leaf.loss):
+            if not math.isfinite(leaf.loss) and not self.skips:
                 raise LossNotFinite(0, cut.step, micro_batch.index, leaf.loss, ())
             row = np.zeros(replica.buffers.row_width)
             replica.buffers.end(row)
@@ -125,13 +127,21 @@ class Alone:
         pairs = list(zip(self._leaves, scales, strict=True))
         numbers = {n: sum(x.numbers.get(n, 0.0) * w for x, w in pairs) / total for n in names}
         loss = sum(leaf.loss * w for leaf, w in pairs) / total
-        return StepFacts(cut.step, loss, sum(cut.sizes), self.heard(), numbers)
+        gradients = (g for of_leaf in self._gradients for g in of_leaf.values())
+        skipped = not math.isfinite(loss) or not math.isfinite(reach(gradients))
+        if skipped and not self.skips:
+            raise GradientNotFinite(0, cut.step)
+        self._skipped = skipped
+        why = "a loss or a gradient is not finite" if skipped else ""
+        return StepFacts(cut.step, loss, sum(cut.sizes), self.heard(), numbers, why)
 
     def _scales(self) -> list[float]:
         weights = [leaf.weight for leaf in self._leaves]
         return [s if w is None else w for w, s in zip(weights, self._shares, strict=True)]
 
     def step(self) -> None:
+        if self._skipped:
+            return
         replica = self.replica
         leaves = len(self._leaves)
         weighted = self._leaves[0].weight is not None
@@ -146,6 +156,9 @@ class Alone:
             parameter.grad = finish(parts, leaves, lambda a, b: a + b)
             if weighted:
                 parameter.grad /= total
+        sums = (p.grad for p in replica.parameters.values() if p.grad is not None)
+        if not math.isfinite(reach(sums)):
+            raise GradientNotFinite(None, replica.step)
         self._clip()
         self._commit_buffers()
         trainable = replica.layout.trainable

@@ -67,6 +67,7 @@ class AllReduce:
         self.replica, self.heard, self.moment = replica, heard, moment
         self.auditor = auditor
         self.seed, self.precision = train.seed, train.precision
+        self.skips = train.not_finite == "skip"
         replica.clip_norm = train.clip_norm
         layout = replica.layout
         self.cut, _ = how_to_cut(replica.optimizer)
@@ -173,12 +174,13 @@ class AllReduce:
         self.moment("gather")
         if self.reducing is not None:
             self.reducing.everything()
-        message = sheet.signed(self.heard(), mine, self.replica.clip_norm)
+        reach = self.summing.reach(tree)
+        message = sheet.signed(self.heard(), mine, self.replica.clip_norm, reach)
         # The first unit is copied aside while the others are waited for.
         prepare = partial(self.optimizer.prepare, cut.step)
         everyone = self.levels.gather(message, FACTS, cut.step, prepare)
         self._step = self.form.read(cut.step, everyone)
-        return self.form.learn(cut, self._step, everyone, audited)
+        return self.form.learn(cut, self._step, everyone, audited, skips=self.skips)
 
     def _leaf(
         self, tree: TreeSum[int], micro_batch: MicroBatch, loss: LossFn, *, streamed: bool
@@ -212,6 +214,9 @@ class AllReduce:
     def step(self) -> None:
         assert self._step is not None, "backward comes first"
         step, self._step = self._step, None
+        if step.not_finite() is not None:
+            self._skip(step)
+            return
         with torch.no_grad():
             outcomes = self._gather_outcomes(step)
             self.outcomes.commit(step, outcomes)
@@ -225,10 +230,20 @@ class AllReduce:
             self.moment("share")
             self.levels.meet()
 
+    def _skip(self, step: StepTally) -> None:
+        """It is over, and nothing has changed. Whoever mends it finds that out from its facts."""
+        self.moment("update")
+        self.optimizer.pass_over(step.step)
+        if self.world.leads_host:
+            self.undo_log.put_buffers(step.step + 1, self.replica.buffers.committed)
+        self.moment("share")
+        self.levels.meet()
+
     def _update(self, step: StepTally) -> None:
         """With everybody's partial sums, which are all on this host."""
         parts = self._exchange(step)
-        factor = self._clip_factor(step, parts) if step.clip_norm is not None else 1.0
+        looks = step.clip_norm is not None or step.may_overflow
+        factor = self._clip_factor(step, parts) if looks else 1.0
         self.updating.update(step, parts, self.bounds[self.rank], factor)
 
     def _update_summed(self, step: StepTally) -> None:
@@ -238,7 +253,9 @@ class AllReduce:
             mine = self.updating.summed_norms(step, self.blocks[self.rank])
             return self._gather_norms(step, mine)
 
-        self.updating.update_summed(step, self.updating.clip_factor(step, norms))
+        looks = step.clip_norm is not None or step.may_overflow
+        factor = self.updating.clip_factor(step, norms) if looks else 1.0
+        self.updating.update_summed(step, factor)
 
     def _gather_outcomes(self, step: StepTally) -> list[Bytes]:
         """Everyone's outcomes of the buffers that are merged by value, if any changed."""
@@ -257,7 +274,7 @@ class AllReduce:
         rank = self.rank
         self.updating.finish_into_sums(step, parts, self.bounds[rank], self.spans[rank])
         return self.updating.clip_factor(
-            step, lambda: self._gather_norms(step, self.updating.norms(self.blocks[rank]))
+            step, lambda: self._gather_norms(step, self.updating.norms(step, self.blocks[rank]))
         )
 
     def _gather_norms(self, step: StepTally, mine: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -5,11 +5,13 @@ It goes unit by unit, each under the optimizer's undo log, and is the same for a
 and for the rest of one that others did not live to take.
 """
 
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from manyhands.training.state.layout import Bounds, Lanes, Span, units
 from manyhands.training.state.memory import Memory
@@ -17,7 +19,9 @@ from manyhands.training.state.sharded_optimizer import ShardedOptimizer, one_thr
 from manyhands.training.sync.allreduce.partial_sums import Finisher, Parts
 from manyhands.training.sync.allreduce.step_facts import StepTally
 from manyhands.training.sync.clip import block_norms, coefficient, torch_coefficient
+from manyhands.training.sync.finite import reach
 from manyhands.training.sync.sync import Moment
+from manyhands.values.errors import GradientNotFinite
 
 Blocks = Sequence[tuple[Span, int, int]]
 """As `layout.blocks` gives them."""
@@ -49,21 +53,24 @@ class Update:
             for dtype, (a, b) in unit.bounds.items():
                 self.sums[dtype][a:b].copy_(total[dtype])
 
-    def norms(self, blocks: Blocks) -> NDArray[np.float64]:
+    def norms(self, step: StepTally, blocks: Blocks) -> NDArray[np.float64]:
         """Of what is in `sums`."""
-        return block_norms([self.sums[span.piece.dtype][a:b] for span, a, b in blocks])
+        return _norms(step, [self.sums[span.piece.dtype][a:b] for span, a, b in blocks])
 
     def summed_norms(self, step: StepTally, blocks: Blocks) -> NDArray[np.float64]:
         """Of what hosts have summed up in `sums`: it has not been divided yet."""
         lanes = [self.sums[span.piece.dtype][a:b] for span, a, b in blocks]
-        return block_norms([lane / step.total for lane in lanes] if step.weighted else lanes)
+        return _norms(step, [lane / step.total for lane in lanes] if step.weighted else lanes)
 
     def clip_factor(self, step: StepTally, norms: Callable[[], NDArray[np.float64]]) -> float:
-        """What the gradient is multiplied with; `norms()` gives those of all blocks, in order."""
+        """What the gradient is multiplied with; `norms()` gives those of all blocks, in order.
+        Raises when they show that it is not finite, before anything was changed."""
+        if step.may_overflow and np.isnan(norms_of_all := norms()).any():
+            raise GradientNotFinite(None, step.step)
         if step.clip_norm is None:
             return 1.0
         if self.micro_batches > 1:
-            return coefficient(norms(), step.clip_norm)
+            return coefficient(norms_of_all if step.may_overflow else norms(), step.clip_norm)
         # With a single micro-batch there is a single worker, and PyTorch's own norm.
         pairs = zip(self.layout.trainable, step.touched, strict=True)
         whole = [piece.view(self.sums[piece.dtype]) for piece, touched in pairs if touched]
@@ -73,7 +80,7 @@ class Update:
         """Every unit that is worked on here, one after the other. `parts` begin at `origin`."""
 
         def gradient(unit: Bounds) -> Lanes:
-            if step.clip_norm is not None:
+            if step.clip_norm is not None or step.may_overflow:
                 return self._summed(unit)
             return self.finisher.finish(step, parts, origin, unit)
 
@@ -102,3 +109,11 @@ class Update:
                 if factor < 1.0 or optimizer.cut == "nowhere":  # unknown ones may write to it
                     finished = self.finisher.scaled(finished, factor)
                 optimizer.update(work, finished, unit, step.touched, step.step)
+
+
+def _norms(step: StepTally, blocks: Sequence[Tensor]) -> NDArray[np.float64]:
+    """NaN where a block is not finite, when that could be: its norm can be infinite without it."""
+    found = block_norms(blocks)
+    if step.may_overflow:
+        found[[not math.isfinite(reach([block])) for block in blocks]] = math.nan
+    return found

@@ -144,8 +144,9 @@ class Regrouping:
         if not self.undo_log.get_buffers(high, committed):
             whole = self.undo_log.get_buffers(high - 1, committed)
             assert whole, f"buffers of step {high - 1} are kept until those of {high} are"
-            told = levels.recall(OUTCOMES, high - 1)
-            self.outcomes.commit(self._recall(levels, high - 1), told)
+            step = self._recall(levels, high - 1)
+            if step.not_finite() is None:
+                self.outcomes.commit(step, levels.recall(OUTCOMES, high - 1))
             self.undo_log.put_buffers(high, committed)
         if low < high:  # after the buffers: the update looks at what was merged
             self._catch_up(low)
@@ -169,10 +170,13 @@ class Regrouping:
             for unit in units(layout, owned, cut=cut)
             if self.undo_log.done[unit.blocks[0]] == step.step
         ]
-        every = [block for owned in spans for block in blocks(owned)]
-        norms = partial(updating.summed_norms, step) if summed else updating.norms
-        factor = updating.clip_factor(step, lambda: norms(every))
         self.optimizer.regroup(rank, behind, step.step, own=True)
+        if step.not_finite() is not None:
+            self.optimizer.pass_over(step.step)
+            return
+        every = [block for owned in spans for block in blocks(owned)]
+        norms = partial(updating.summed_norms if summed else updating.norms, step)
+        factor = updating.clip_factor(step, lambda: norms(every))
         with torch.no_grad():
             if summed:
                 updating.update_summed(step, factor)

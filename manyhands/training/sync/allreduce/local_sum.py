@@ -17,6 +17,7 @@ from torch import Tensor
 from manyhands.accounting.deal_micro_batches import Node
 from manyhands.training.state.layout import Lanes, TensorPlace
 from manyhands.training.sync.canonical_sum import TreeSum
+from manyhands.training.sync.finite import reach
 from manyhands.values.errors import TaskError
 
 _FOREACH_ADD: Any = getattr(torch, "_foreach_add_")  # noqa: B009 (private, and no other way)
@@ -56,6 +57,10 @@ class LocalSum:
         else:
             _FOREACH_COPY(views, gradients)
             tree.push(Node(index, 0), slot)
+
+    def reach(self, tree: TreeSum[int]) -> float:
+        """Of the partial sums that this worker has put together (finite.py)."""
+        return reach(lane for _, slot in tree.parts for lane in self.slots[slot].values())
 
     # ---- the last micro-batch, parameter by parameter
 

@@ -20,11 +20,18 @@ from manyhands.accounting.deal_micro_batches import Cut, MicroBatch
 from manyhands.training.collective.collective import Bytes
 from manyhands.training.compute.micro_batch_gradient import MOST_NUMBERS, Leaf
 from manyhands.training.state.replica import StepFacts
+from manyhands.training.sync.finite import may_overflow
 from manyhands.training.sync.sync import CHANGING_NAMES, MIXED_WEIGHTS
-from manyhands.values.errors import AuditMismatch, LossNotFinite, TaskError
+from manyhands.values.errors import (
+    AuditMismatch,
+    GradientNotFinite,
+    LossNotFinite,
+    TaskError,
+)
 
-# [last command heard, range start, range stop, clip norm or NaN, bytes of names, audited digest]
-HEADER = 6
+# [last command heard, range start, range stop, clip norm or NaN, bytes of names, audited digest,
+#  reach of the partial sums (finite.py)]
+HEADER = 7
 COLUMNS = 6  # per micro-batch: [loss, weight or NaN, share, records, mark of the names, position]
 NAME_BYTES = 2048
 
@@ -44,6 +51,8 @@ class StepTally:
     """Which parameters received a gradient in any micro-batch."""
     weighted: bool
     clip_norm: float | None
+    reaches: list[float]
+    """Of the partial sums, by rank."""
 
     @property
     def leaves(self) -> int:
@@ -57,6 +66,24 @@ class StepTally:
     @property
     def total(self) -> float:
         return sum(self.scales)  # from left to right, always
+
+    @property
+    def may_overflow(self) -> bool:
+        return may_overflow(self.reaches, self.total if self.weighted else None)
+
+    def owner(self, index: int) -> int:
+        """The rank that computed a micro-batch."""
+        return next(rank for rank, r in enumerate(self.ranges) if index in r)
+
+    def not_finite(self) -> LossNotFinite | GradientNotFinite | None:
+        """Why the step must not be taken, if anything is not finite in it."""
+        for index, loss in enumerate(self.columns[0]):
+            if not math.isfinite(loss):
+                return LossNotFinite(self.owner(index), self.step, index, loss, ())
+        for rank, reach in enumerate(self.reaches):
+            if not math.isfinite(reach):
+                return GradientNotFinite(rank, self.step)
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,19 +126,27 @@ class Form:
         touched: list[bool] = rows[:, at : at + self.parameters].max(axis=0).astype(bool).tolist()
         clip = float(messages[0][3])
         clip_norm = None if math.isnan(clip) else clip
-        return StepTally(step, ranges, rows, columns, touched, not unweighted[0], clip_norm)
+        reaches = [float(m[6]) for m in messages]
+        return StepTally(
+            step, ranges, rows, columns, touched, not unweighted[0], clip_norm, reaches
+        )
 
     def learn(
-        self, cut: Cut, tally: StepTally, everyone: Sequence[Bytes], audited: int | None
+        self,
+        cut: Cut,
+        tally: StepTally,
+        everyone: Sequence[Bytes],
+        audited: int | None,
+        *,
+        skips: bool,
     ) -> StepFacts:
-        """The facts of a step that is about to be taken; raises what forbids to take it."""
+        """The facts of a step that is about to be taken; raises what forbids to take it. `skips`:
+        what is not finite does not forbid to go on."""
         headers = [m.view(np.float64)[:HEADER].tolist() for m in everyone]
         if audited is not None and len({h[5] for h in headers} - {0.0}) > 1:
             raise AuditMismatch(cut.step, audited)
-        for index, loss in enumerate(tally.columns[0]):
-            if not math.isfinite(loss):
-                owner = next(rank for rank, r in enumerate(tally.ranges) if index in r)
-                raise LossNotFinite(owner, cut.step, index, loss, ())
+        if not skips and (error := tally.not_finite()) is not None:
+            raise error
         _see_that_all_was_read(cut, tally)
         if len(set(tally.columns[4])) > 1:
             raise TaskError(CHANGING_NAMES)
@@ -130,6 +165,7 @@ class Form:
             records=int(sum(tally.columns[3])),
             agreed=int(min(m.view(np.float64)[0] for m in everyone)),
             numbers={n: _mean(v, scales, total) for n, v in zip(names, values, strict=True)},
+            skipped=_in_short(tally),
         )
 
 
@@ -160,15 +196,27 @@ class Sheet:
         for k, parameter in enumerate(parameters):
             row[at + k] = parameter.grad is not None
 
-    def signed(self, heard: int, mine: range, clip_norm: float | None) -> Bytes:
+    def signed(self, heard: int, mine: range, clip_norm: float | None, reach: float) -> Bytes:
         """With its header: ready to be sent."""
         names = "\n".join(self.names).encode()[:NAME_BYTES]
         clip = math.nan if clip_norm is None else clip_norm
-        self.message[:HEADER] = heard, mine.start, mine.stop, clip, len(names), self.digest
+        self.message[:HEADER] = heard, mine.start, mine.stop, clip, len(names), self.digest, reach
         message = self.message.view(np.uint8)
         if names:
             message[-NAME_BYTES:][: len(names)] = np.frombuffer(names, np.uint8)
         return message
+
+
+def _in_short(tally: StepTally) -> str:
+    """What is not finite, if anything."""
+    match tally.not_finite():
+        case LossNotFinite(args=(_, _, index, loss, *_)):
+            return f"the loss is {loss} in micro-batch {index}"
+        case GradientNotFinite(args=(rank, *_)):
+            mine = tally.ranges[rank]
+            return f"a gradient is not finite in micro-batches {mine.start} to {mine.stop - 1}"
+        case _:
+            return ""
 
 
 def _see_that_all_was_read(cut: Cut, tally: StepTally) -> None:
