@@ -41,7 +41,14 @@ def by_hand(task: mh.Task, clip_norm: float | None) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("kind", "clip_norm"),
-    [("cnn", None), ("cnn-sgd", 0.3), ("lstm", 0.1), ("transformer", None), ("odd", 0.5)],
+    [
+        ("cnn", None),
+        ("cnn-sgd", 0.3),
+        ("lstm", 0.1),
+        ("transformer", None),
+        ("odd", 0.5),
+        ("max_norm", 0.5),
+    ],
 )
 @pytest.mark.filterwarnings("ignore:.*lr_scheduler")
 def test_it_equals_the_loop_one_would_write(

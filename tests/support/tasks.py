@@ -106,6 +106,18 @@ class Odd(nn.Module):
         return self.head(x + self.recent.sum())
 
 
+class Shortened(nn.Module):
+    """Rows of its table are shortened when they are used: in forward, says PyTorch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(40, 60, max_norm=0.7)
+        self.head = nn.Linear(60, 40)
+
+    def forward(self, t: Tensor) -> Tensor:
+        return self.head(self.table(t))
+
+
 def odd_optimizer(model: Odd) -> torch.optim.Optimizer:
     return torch.optim.AdamW(
         [
@@ -170,6 +182,13 @@ def make(kind: str) -> mh.Task:
                 model=Tied,
                 loss=next_token,
                 optimizer=lambda m: optim.Adafactor(m.parameters(), lr=1e-2),
+                data=tokens(),
+            )
+        case "max_norm":
+            return mh.Task(
+                model=Shortened,
+                loss=next_token,
+                optimizer=lambda m: optim.AdamW(m.parameters(), lr=1e-2),
                 data=tokens(),
             )
         case "odd":

@@ -190,7 +190,7 @@ def _plain(value: Any) -> Any:
 
 def exit_codes(made: Evidence) -> Lines:
     """Of the program, by how a command ended."""
-    needed = {
+    needed: dict[type[Exception], tuple[Any, ...]] = {
         errors.LossNotFinite: (0, 1, 2, 0.5, []),
         errors.GradientNotFinite: (0, 1),
         errors.UnevenBuffer: ("name", 1),

@@ -143,6 +143,8 @@ CASES = [
     ("odd", 4, None, 1),
     ("transformer", 6, 0.1, 11),
     ("own", 12, 0.1, 1),
+    ("max_norm", 6, None, 2),
+    ("max_norm", 12, 0.1, 3),
 ]
 
 
