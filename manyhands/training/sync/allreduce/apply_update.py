@@ -65,12 +65,13 @@ class Update:
     def clip_factor(self, step: StepTally, norms: Callable[[], NDArray[np.float64]]) -> float:
         """What the gradient is multiplied with; `norms()` gives those of all blocks, in order.
         Raises when they show that it is not finite, before anything was changed."""
-        if step.may_overflow and np.isnan(norms_of_all := norms()).any():
+        whole = norms() if step.may_overflow else None
+        if whole is not None and np.isnan(whole).any():
             raise GradientNotFinite(None, step.step)
         if step.clip_norm is None:
             return 1.0
         if self.micro_batches > 1:
-            return coefficient(norms_of_all if step.may_overflow else norms(), step.clip_norm)
+            return coefficient(norms() if whole is None else whole, step.clip_norm)
         # With a single micro-batch there is a single worker, and PyTorch's own norm.
         pairs = zip(self.layout.trainable, step.touched, strict=True)
         whole = [piece.view(self.sums[piece.dtype]) for piece, touched in pairs if touched]
