@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from manyhands.values.plain_names import plain_name
+
 if TYPE_CHECKING:
     from torch.nn import Module
 
@@ -40,8 +42,15 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         return Path(self.run) / "checkpoints" / f"step-{self.step:08d}" / "model.safetensors"
 
     def load_into(self, model: "Module") -> "Module":
-        """Give `model` the trained weights."""
-        from safetensors.torch import load_model
+        """Give `model` the trained weights. It, or parts of it, may be compiled."""
+        from safetensors.torch import load_file
 
-        load_model(model, self.weights)
+        saved, here = load_file(self.weights), model.state_dict(keep_vars=True)
+        names = {plain_name(name): name for name in here}
+        given = {names.get(name, name): tensor for name, tensor in saved.items()}
+        known = {id(here[name]) for name in given if name in here}
+        for name, tensor in here.items():  # tied ones are stored once
+            if name not in given and id(tensor) in known:
+                given[name] = tensor
+        model.load_state_dict(given)
         return model

@@ -47,6 +47,7 @@ class Hand:
             self.replica.buffers.layout.sizes,
             memory,
             extras=self.cut != "blocks",
+            frozen=self.cut == "nowhere",
         )
         self.optimizer = ShardedOptimizer(
             self.users,
@@ -56,7 +57,7 @@ class Hand:
             self.undo_log,
             self.cut,
             kept,
-            self.replica.buffers.row_factors(),
+            self.replica.buffers,
         )
 
     def begin(self, step: int = 0) -> None:

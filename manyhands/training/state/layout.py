@@ -24,7 +24,9 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
+from manyhands.training.state.module_paths import modules_of
 from manyhands.values.errors import TaskError
+from manyhands.values.plain_names import plain_name
 
 BLOCK = 16384
 """Elements. A multiple of 16 (vector kernels round differently in their scalar tails)."""
@@ -165,12 +167,14 @@ def lay_out(named: Sequence[tuple[str, Tensor, bool]]) -> Layout:
 
 def parameters_of(model: Module) -> list[tuple[str, Tensor, bool]]:
     return [
-        (name, p, p.requires_grad) for name, p in model.named_parameters(remove_duplicate=False)
+        (plain_name(name), p, p.requires_grad)
+        for name, p in model.named_parameters(remove_duplicate=False)
     ]
 
 
 def buffers_of(model: Module) -> list[tuple[str, Tensor, bool]]:
-    return [(name, b, False) for name, b in model.named_buffers(remove_duplicate=False)]
+    named = model.named_buffers(remove_duplicate=False)
+    return [(plain_name(name), b, False) for name, b in named]
 
 
 def share_out(layout: Layout, workers: int, *, cut: str) -> list[list[Span]]:
@@ -264,28 +268,54 @@ def _dense(tensor: Tensor) -> bool:
 def _refuse_overlaps(tensors: Sequence[tuple[str, Tensor, bool]]) -> None:
     """Two Parameters over the same memory would be updated twice; say how to tie them instead."""
     stretches = sorted(
-        (t.data_ptr(), t.data_ptr() + t.numel() * t.element_size(), name)
-        for name, t, _ in tensors
-        if t.numel() and _dense(t)
+        (
+            (t.data_ptr(), t.data_ptr() + _extent(t) * t.element_size(), name, t)
+            for name, t, _ in tensors
+            if t.numel()
+        ),
+        key=lambda s: s[:3],
     )
-    for (_, stop, name), (start, _, other) in pairwise(stretches):
-        if start < stop:
-            raise TaskError(
-                f"the tensors '{name}' and '{other}' of the model share memory but are different "
-                f"objects. Tie them by assigning the Parameter itself: b.{other.split('.')[-1]} = "
-                f"a.{name.split('.')[-1]}."
-            )
+    for k, (_, stop, name, tensor) in enumerate(stretches):
+        for start, _, other, second in stretches[k + 1 :]:
+            if start >= stop:
+                break
+            if _share(tensor, second):
+                raise TaskError(
+                    f"the tensors '{name}' and '{other}' of the model share memory but are "
+                    "different objects. Tie them by assigning the Parameter (or the buffer) "
+                    f"itself: b.{other.split('.')[-1]} = a.{name.split('.')[-1]}."
+                )
+
+
+def _extent(tensor: Tensor) -> int:
+    """How many elements lie between the first and the last of it, both included."""
+    sides = zip(tensor.shape, tensor.stride(), strict=True)
+    return 1 + sum((size - 1) * stride for size, stride in sides)
+
+
+def _share(a: Tensor, b: Tensor) -> bool:
+    """Whether an element of one, whose stretches of memory intersect, is one of the other."""
+    if (_dense(a) and _dense(b)) or a.element_size() != b.element_size():
+        return True
+    first = min(a.data_ptr(), b.data_ptr())
+    starts = [(t.data_ptr() - first) // t.element_size() for t in (a, b)]
+    places = torch.arange(max(s + _extent(t) for s, t in zip(starts, (a, b), strict=True)))
+    mine, theirs = (
+        places.as_strided(t.shape, t.stride(), s).reshape(-1)
+        for s, t in zip(starts, (a, b), strict=True)
+    )
+    return bool(torch.isin(mine, theirs).any())
 
 
 def refuse_second_views(model: Module, optimizer: Optimizer) -> None:
     """A second tensor over a parameter's memory would stay behind when the parameter moves into
     the flat vector, and show old weights for ever."""
     owners: dict[int, str] = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter, _ in parameters_of(model):
         if parameter.numel():
             owners[parameter.untyped_storage().data_ptr()] = name
-    held: list[tuple[str, Any]] = [(f"buffer '{n}'", b) for n, b in model.named_buffers()]
-    for path, module in model.named_modules():
+    held: list[tuple[str, Any]] = [(f"buffer '{n}'", b) for n, b, _ in buffers_of(model)]
+    for path, module in modules_of(model):
         own = {n for n, _ in module.named_parameters(recurse=False)}
         held += [
             (f"attribute '{f'{path}.' * bool(path)}{name}'", value)

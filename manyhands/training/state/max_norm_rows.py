@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn import Embedding, EmbeddingBag, Module, Parameter
 
+from manyhands.training.state.layout import parameters_of
+from manyhands.training.state.module_paths import modules_of
 from manyhands.values.errors import TaskError
 
 
@@ -90,9 +92,9 @@ def find_max_norms(model: Module) -> list[MaxNormRows]:
     """All of a model; refuses those whose weights somebody else uses too."""
     found: list[MaxNormRows] = []
     names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    for name, parameter, _ in parameters_of(model):
         names.setdefault(id(parameter), []).append(name)
-    for path, module in model.named_modules():
+    for path, module in modules_of(model):
         if not isinstance(module, Embedding | EmbeddingBag) or module.max_norm is None:
             continue
         if type(module).forward not in (Embedding.forward, EmbeddingBag.forward):

@@ -31,7 +31,8 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 
 from manyhands.training.state.layout import Layout, TensorPlace, buffers_of, lay_out
 from manyhands.training.state.max_norm_rows import find_max_norms
-from manyhands.values.errors import UnevenBuffer
+from manyhands.training.state.module_paths import module_at, modules_of
+from manyhands.values.errors import TaskError, UnevenBuffer
 
 StatisticsRow = NDArray[np.float64]
 
@@ -65,6 +66,7 @@ class ModuleBuffers:
         }
         self.private = {d: lane.to(_device(model), copy=True) for d, lane in self.committed.items()}
         self._slots = self._adopt(dict((name, t) for name, t, _ in named))
+        self._named = self._known_names(named)
         self.norms = self._norms()
         in_norms = {p.name for n in self.norms for p in (n.mean, n.var, n.count)}
         self.others = [p for p in self.layout.pieces if p.name not in in_norms]
@@ -83,13 +85,23 @@ class ModuleBuffers:
                 continue
             for name in (piece.name, *piece.aliases):
                 path, _, leaf = name.rpartition(".")
-                slots.append((self.model.get_submodule(path), leaf, piece, tensor))
+                slots.append((module_at(self.model, path), leaf, piece, tensor))
         return slots
+
+    def _known_names(
+        self, named: Sequence[tuple[str, Tensor, bool]]
+    ) -> list[tuple[str, Module, frozenset[str]]]:
+        """Every module that could get a buffer later, and the buffers that it has."""
+        known = {name for name, _, _ in named}
+        return [
+            (path, module, frozenset(n for n in module._buffers if _join(path, n) in known))  # pyright: ignore[reportPrivateUsage]
+            for path, module in modules_of(self.model)
+        ]
 
     def _norms(self) -> list[Norm]:
         by_name = {name: p for p in self.layout.pieces for name in (p.name, *p.aliases)}
         found: list[Norm] = []
-        for path, module in self.model.named_modules():
+        for path, module in modules_of(self.model):
             if not isinstance(module, _BatchNorm) or module.running_mean is None:
                 continue
             if type(module).forward is not _BatchNorm.forward or not module.track_running_stats:
@@ -119,8 +131,8 @@ class ModuleBuffers:
         at = 0
         for norm, width in zip(self.norms, self._widths, strict=True):
             if norm.module.training:
-                row[at : at + width] = self._value(norm.mean).numpy()
-                row[at + width : at + 2 * width] = self._value(norm.var).numpy()
+                row[at : at + width] = self._value(norm.mean).double().numpy()
+                row[at + width : at + 2 * width] = self._value(norm.var).double().numpy()
                 row[at + 2 * width] = self._value(norm.count).item()
             at += 2 * width + 1
         for k, piece in enumerate(self.others):
@@ -140,7 +152,9 @@ class ModuleBuffers:
         return {p.name: self._value(p) for p in self.layout.pieces}
 
     def commit_alone(self) -> None:
-        """A step of one micro-batch, computed here."""
+        """What the module holds now counts: after a step of one micro-batch, computed here, and
+        after an optimizer whose hooks may have changed it."""
+        self._reinstate()
         for dtype, lane in self.private.items():
             self.committed[dtype].copy_(lane)
 
@@ -212,13 +226,26 @@ class ModuleBuffers:
             rows.recording = False
 
     def _reinstate(self) -> None:
-        """Code that assigned a new tensor to a buffer's name: take its value, put ours back."""
+        """Code that assigned a new tensor to a buffer's name: take its value, put ours back.
+
+        Names that had no tensor when the run began must not get one, and no tensor another shape:
+        there is no place for it in what is merged and saved.
+        """
         for module, name, piece, tensor in self._slots:
             now = module._buffers.get(name)  # pyright: ignore[reportPrivateUsage]
             if now is not tensor:
-                if isinstance(now, Tensor):
-                    self._value_view(piece).copy_(now.detach())
+                if now is None or now.shape != tensor.shape or now.dtype != tensor.dtype:
+                    raise TaskError(_changed_kind(piece.name, kind_of(tensor), now))
+                self._value_view(piece).copy_(now.detach())
                 module._buffers[name] = tensor  # pyright: ignore[reportPrivateUsage]
+        for path, module, names in self._named:
+            if any(b is not None for n, b in module._buffers.items() if n not in names):  # pyright: ignore[reportPrivateUsage]
+                raise self._late(path, module, names)
+
+    def _late(self, path: str, module: Module, names: frozenset[str]) -> TaskError:
+        late = ((n, b) for n, b in module.named_buffers(recurse=False) if n not in names)
+        name, tensor = next(late)
+        return TaskError(_changed_kind(_join(path, name), "nothing", tensor))
 
     def _value_view(self, piece: TensorPlace) -> Tensor:
         return piece.view(self.private[piece.dtype])
@@ -228,6 +255,24 @@ class ModuleBuffers:
 
     def _committed(self, piece: TensorPlace) -> Tensor:
         return piece.view(self.committed[piece.dtype])
+
+
+def kind_of(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def _changed_kind(name: str, was: str, now: Tensor | None) -> str:
+    found = "nothing" if now is None else kind_of(now)
+    return (
+        f"buffer '{name}' was {was} when the model was built, and is {found} now. It cannot be "
+        "merged between workers, nor saved. Register every buffer when the model is built, with "
+        "the shape and dtype that it keeps (or let the function that builds the model run it once "
+        "on an example before it returns it)."
+    )
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
 
 
 def pack(outcomes: Iterable[dict[str, Tensor]], pieces: Sequence[TensorPlace]) -> NDArray[np.uint8]:

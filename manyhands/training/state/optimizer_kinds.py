@@ -65,13 +65,24 @@ def how_to_cut(optimizer: Optimizer) -> tuple[str, str]:
 
 
 def has_hooks(optimizer: Optimizer) -> bool:
+    """Whether anything of the user's runs in its step: hooks of its own, hooks of all optimizers,
+    or another `step` put in the place of its own (a schedule's wrapper is none)."""
     registered: Any = optimizer
-    return bool(
+    module: Any = inspect.getmodule(Optimizer)
+    step: Any = optimizer.step
+    replaced = inspect.unwrap(getattr(step, "__func__", step)) is not _own_step(optimizer)
+    return replaced or bool(
         registered._optimizer_step_pre_hooks
         or registered._optimizer_step_post_hooks
         or registered._optimizer_state_dict_pre_hooks
         or registered._optimizer_state_dict_post_hooks
+        or module._global_optimizer_pre_hooks
+        or module._global_optimizer_post_hooks
     )
+
+
+def _own_step(optimizer: Optimizer) -> Any:
+    return inspect.unwrap(type(optimizer).step)
 
 
 @dataclass(frozen=True, slots=True)

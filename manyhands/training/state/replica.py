@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module
-from torch.nn.parameter import is_lazy
+from torch.nn.parameter import Parameter, is_lazy
 from torch.optim import Optimizer
 
 from manyhands.training.state.layout import (
@@ -25,10 +25,12 @@ from manyhands.training.state.layout import (
     refuse_second_views,
 )
 from manyhands.training.state.memory import Memory
-from manyhands.training.state.module_buffers import ModuleBuffers
+from manyhands.training.state.module_buffers import ModuleBuffers, kind_of
 from manyhands.training.state.param_groups import change_groups
+from manyhands.training.state.schedule_effects import groups_alone
 from manyhands.training.state.weight_guard import WeightGuard
 from manyhands.values.errors import CheckpointMismatch, TaskError
+from manyhands.values.plain_names import plain_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +68,11 @@ class Replica:
         self.clip_norm: float | None = None
         self.facts: StepFacts | None = None
         """Of the last step whose gradients were in place."""
-        for name, parameter in model.named_parameters():
-            if is_lazy(parameter):
+        for name, tensor, _ in (*parameters_of(model), *buffers_of(model)):
+            if is_lazy(tensor):
+                kind = "parameter" if isinstance(tensor, Parameter) else "buffer"
                 raise TaskError(
-                    f"Task: parameter '{name}' has no shape yet (a lazy module). Let the function "
+                    f"Task: {kind} '{name}' has no shape yet (a lazy module). Let the function "
                     "that builds the model run it once on an example before it returns it."
                 )
         self.layout: Layout = lay_out(parameters_of(model))
@@ -85,7 +88,9 @@ class Replica:
             else:
                 lane = torch.zeros(size, dtype=dtype, device=device)
                 self.weights[dtype] = self._shown[dtype] = lane
-        self.parameters: dict[str, Tensor] = dict(model.named_parameters())
+        self.parameters: dict[str, Tensor] = {
+            plain_name(name): parameter for name, parameter in model.named_parameters()
+        }
         refuse_second_views(model, optimizer)
         self.buffers = ModuleBuffers(model)
         self._refuse_strangers()
@@ -130,7 +135,8 @@ class Replica:
         """A step has been taken."""
         if self.schedule is not None:
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # it was, elsewhere
-            self.schedule.step()
+            with groups_alone(self.schedule, self.model):
+                self.schedule.step()
         self.step += 1
         if self.step in self.changes:
             self.change(self.changes[self.step])
@@ -146,7 +152,7 @@ class Replica:
     def tensors(self) -> dict[str, Tensor]:
         """Weights and persistent buffers by name, as in a state_dict, tied ones once."""
         found = {p.name: p.view(self.weights[p.dtype]) for p in self.layout.pieces}
-        persistent = self.model.state_dict(keep_vars=True).keys()
+        persistent = {plain_name(name) for name in self.model.state_dict(keep_vars=True)}
         for piece in self.buffers.layout.pieces:
             if piece.name in persistent:
                 found[piece.name] = piece.view(self.buffers.committed[piece.dtype])
@@ -168,7 +174,8 @@ class Replica:
 
     def load(self, tensors: Mapping[str, Tensor], *, where: str) -> None:
         """Take weights and buffers by name, before `publish`; whatever does not fit is named."""
-        expected, given = self.tensors(), dict(tensors)
+        expected = self.tensors()
+        given = {plain_name(name): tensor for name, tensor in tensors.items()}
         for alias, name in self.aliases().items():
             if alias in given and name not in given:
                 given[name] = given[alias]
@@ -180,7 +187,9 @@ class Replica:
         for name in expected.keys() & given.keys():
             ours, theirs = expected[name], given[name]
             if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
-                problems.append(f"'{name}' is {_kind(theirs)} there and {_kind(ours)} in the model")
+                problems.append(
+                    f"'{name}' is {kind_of(theirs)} there and {kind_of(ours)} in the model"
+                )
         if problems:
             shown = "; ".join(sorted(problems)[:5])
             more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
@@ -189,10 +198,6 @@ class Replica:
             for name, parameter in self.parameters.items():
                 parameter.copy_(given[name])
         self.buffers.load({k: v for k, v in given.items() if k not in self.parameters})
-
-
-def _kind(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
 def build_model(model: Any) -> Module:

@@ -28,9 +28,11 @@ from manyhands.training.state.layout import (
     block_of,
 )
 from manyhands.training.state.max_norm_rows import shorten
+from manyhands.training.state.module_buffers import ModuleBuffers
 from manyhands.training.state.optimizer_kinds import Kept, has_hooks, how_to_cut, like
 from manyhands.training.state.undo_log import KeptValue, UndoLog
 from manyhands.values.errors import OptimizerRefused
+from manyhands.values.plain_names import plain_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +72,15 @@ class ShardedOptimizer:
         undo_log: UndoLog,
         cut: str,
         kept: Kept,
-        row_factors: Mapping[str, Tensor],
+        buffers: ModuleBuffers,
     ) -> None:
-        """`row_factors`: of some parameters, by which factors their rows are shortened before the
-        step that is taken (max_norm_rows.py)."""
+        """`buffers`: an optimizer that is left whole may change them, in its hooks; and they say
+        by which factors the rows of some parameters are shortened before the step that is taken
+        (max_norm_rows.py)."""
         self.users, self.cut, self.kept, self.undo_log = optimizer, cut, kept, undo_log
+        self.buffers = buffers
         self.parameters, self.layout, self.weights = parameters, layout, weights
-        self.row_factors = row_factors
+        self.row_factors = buffers.row_factors()
         groups = enumerate(optimizer.param_groups)
         self._group_of = {id(p): k for k, group in groups for p in group["params"]}
         self.rank = 0
@@ -189,9 +193,7 @@ class ShardedOptimizer:
             for theirs, ours in zip(self.users.param_groups, work.doing.param_groups, strict=True):
                 ours.update({k: v for k, v in theirs.items() if k != "params"})
         if self.cut == "nowhere":
-            pieces = [span.piece for span in work.unit.spans]
-            with writable(pieces, self.parameters, self.weights):
-                self._bare_step(work.doing)
+            self._whole_step(step)
         else:
             self._bare_step(work.doing)
         self._settle(work)
@@ -202,6 +204,16 @@ class ShardedOptimizer:
         if self.cut == "nowhere":  # the module must not keep views of the gradient
             for tensor in work.tensors:
                 tensor.grad = None
+
+    def _whole_step(self, step: int) -> None:
+        """The user's optimizer as it is, hooks and all. They find the buffers as the step's
+        micro-batches left them, merged; what they make of them is the state after the step, and
+        counts as soon as the unit does (undo_log.py: the box of the step before stays)."""
+        self.buffers.show()
+        with writable(self.layout.pieces, self.parameters, self.weights):
+            self._bare_step(self.users)
+        self.buffers.commit_alone()
+        self.undo_log.put_buffers(step + 1, self.buffers.committed)
 
     def _bare_step(self, optimizer: Optimizer) -> None:
         """torch's own steps without its wrappers for profiling and compiling, whose first use
@@ -281,7 +293,7 @@ class ShardedOptimizer:
             for k, span in enumerate(work.unit.spans):
                 by_name.setdefault(span.piece.name, []).append((work, k))
         for entry in entries:
-            for work, k in by_name.get(entry.name, ()):
+            for work, k in by_name.get(plain_name(entry.name), ()):
                 self._load_into(work, work.unit.spans[k], work.tensors[k], entry)
                 work.settled.add(k)
 

@@ -64,8 +64,10 @@ class UndoLog:
         memory: Memory,
         *,
         extras: bool,
+        frozen: bool = False,
     ) -> None:
-        """`slots`: vectors beside the weights, and their dtypes; `scalars`: numbers per block."""
+        """`slots`: vectors beside the weights, and their dtypes; `scalars`: numbers per block.
+        `frozen`: parameters that receive no gradient may change too, with any unit."""
         self.layout, self.journals = layout, memory.shared
         sizes, blocks = layout.trainable_sizes, layout.first_blocks[-1]
         self.slots: dict[SlotKey, Tensor] = {
@@ -82,8 +84,10 @@ class UndoLog:
         self._lanes = [(d, weights[d][: sizes[d]]) for d in sorted(sizes, key=str)]
         self._lanes += [(dtype, lane) for (_, dtype), lane in self.slots.items()]
         self._per_block = [*self.scalars.values(), self.exists]
+        whole = sorted(weights, key=str) if frozen else []
+        self._frozen = [weights[d][sizes.get(d, 0) :] for d in whole]
         room = [_padded(t.numel() * t.element_size()) for _, t in self._lanes]
-        room += [_padded(t.numel() * t.element_size()) for t in self._per_block]
+        room += [_padded(t.numel() * t.element_size()) for t in (*self._per_block, *self._frozen)]
         self._logs = memory.shelf(MOST_RANKS, 64 + sum(room))
         self._opened: dict[int, list[Tensor]] = {}
         self._planned: dict[tuple[int, tuple[int, int]], tuple[list[Tensor], list[Tensor]]] = {}
@@ -123,8 +127,9 @@ class UndoLog:
             ]
             pairs += [
                 (copy[: stop - first], lane[first:stop])
-                for lane, copy in zip(self._per_block, copies[len(self._lanes) :], strict=True)
+                for lane, copy in zip(self._per_block, copies[len(self._lanes) :], strict=False)
             ]
+            pairs += list(zip(copies[len(copies) - len(self._frozen) :], self._frozen, strict=True))
             self._planned[key] = [copy for copy, _ in pairs], [lane for _, lane in pairs]
         return self._planned[key]
 
@@ -145,8 +150,10 @@ class UndoLog:
                     a, b = stretch
                     lane[a:b].copy_(copy[: b - a])
             copies = self._log(rank)[len(self._lanes) :]
-            for lane, copy in zip(self._per_block, copies, strict=True):
+            for lane, copy in zip(self._per_block, copies, strict=False):
                 lane[first:stop].copy_(copy[: stop - first])
+            for lane, copy in zip(self._frozen, copies[len(self._per_block) :], strict=True):
+                lane.copy_(copy)
             self.done[first:stop] = step
             self._heads[rank, 0] = _IDLE
         return len(torn)
@@ -187,10 +194,10 @@ class UndoLog:
         return max(int(shelf.array(k, 1, dtype=np.int64)[0]) for k in range(2))
 
     def _log(self, rank: int) -> list[Tensor]:
-        """A rank's copies: of each lane, then of each number per block."""
+        """A rank's copies: of each lane, of each number per block, of what is frozen."""
         if rank not in self._opened:
             at, copies = 64, list[Tensor]()
-            for lane in [lane for _, lane in self._lanes] + self._per_block:
+            for lane in [*(lane for _, lane in self._lanes), *self._per_block, *self._frozen]:
                 copies.append(self._logs.tensor(rank, lane.numel(), dtype=lane.dtype, at=at))
                 at += _padded(lane.numel() * lane.element_size())
             self._opened[rank] = copies

@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from manyhands.training.state.layout import Layout, TensorPlace
+from manyhands.training.state.layout import Layout, TensorPlace, parameters_of
+from manyhands.training.state.module_paths import module_at
 from manyhands.values.errors import TaskError
 
 LOOK_EVERY = 64
@@ -55,9 +56,9 @@ class WeightGuard:
     def __init__(self, replica: HasWeights, *, protected: bool) -> None:
         """`protected`: memory that only the optimizer can write to."""
         self.replica, self.protected = replica, protected
-        self._named = list(replica.model.named_parameters(remove_duplicate=False))
+        self._named = [(name, parameter) for name, parameter, _ in parameters_of(replica.model)]
         slots = [name.rpartition(".") for name, _ in self._named]
-        self._slots = [(replica.model.get_submodule(path), leaf) for path, _, leaf in slots]
+        self._slots = [(module_at(replica.model, path), leaf) for path, _, leaf in slots]
         self._own = [parameter for _, parameter in self._named]
         self._ids = [id(parameter) for parameter in self._own]
         self._needs = [parameter.requires_grad for parameter in self._own]
@@ -109,7 +110,7 @@ class WeightGuard:
         """A parameter that came later, or that only now wants a gradient, would be trained by
         nobody."""
         known = set(self._ids)
-        for name, parameter in self.replica.model.named_parameters():
+        for name, parameter, _ in parameters_of(self.replica.model):
             if id(parameter) not in known:
                 raise TaskError(
                     f"parameter '{name}' of the model was made while it computed. Nobody trains, "
@@ -141,7 +142,7 @@ class WeightGuard:
     def _tell(self, which: int | str, does: str) -> str:
         name = which if isinstance(which, str) else self._named[which][0]
         path, _, leaf = name.rpartition(".")
-        module = self.replica.model.get_submodule(path)
+        module = module_at(self.replica.model, path)
         where = f"module '{path}' ({type(module).__name__})" if path else "the model"
         return (
             f"{where} {does} its parameter '{leaf}' while a micro-batch is computed. All "

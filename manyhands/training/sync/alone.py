@@ -52,7 +52,7 @@ class Alone:
             undo_log,
             "nowhere",
             NOTHING_KEPT,
-            {},
+            replica.buffers,
         )
         self._gradients: list[dict[str, Tensor]] = []
         self._leaves: list[Leaf] = []
@@ -167,9 +167,11 @@ class Alone:
             if piece.name in factors:
                 weight = replica.weight(piece)
                 shorten(weight.view(-1), 0, piece.shape[1], factors[piece.name])
-        with one_thread(), writable(trainable, replica.parameters, replica.weights):
+        replica.buffers.show()
+        with one_thread(), writable(replica.layout.pieces, replica.parameters, replica.weights):
             replica.optimizer.step()
         replica.optimizer.zero_grad()
+        replica.buffers.commit_alone()  # hooks of the optimizer may have changed them
 
     def _clip(self) -> None:
         clip_norm = self.replica.clip_norm

@@ -80,6 +80,7 @@ class AllReduce:
             replica.buffers.layout.sizes,
             memory,
             extras=self.cut != "blocks",
+            frozen=self.cut == "nowhere",
         )
         self.optimizer = ShardedOptimizer(
             replica.optimizer,
@@ -89,7 +90,7 @@ class AllReduce:
             self.undo_log,
             self.cut,
             kept,
-            replica.buffers.row_factors(),
+            replica.buffers,
         )
         self.form = Form(len(layout.trainable), replica.buffers.row_width)
         self.outcomes = BufferOutcomes(replica.buffers, self.form)
@@ -229,6 +230,8 @@ class AllReduce:
                 self.undo_log.put_buffers(step.step + 1, self.replica.buffers.committed)
             self.moment("share")
             self.levels.meet()
+            if self.cut == "nowhere" and not self.world.leads_host:  # whose optimizer's hooks ran
+                self.undo_log.get_buffers(step.step + 1, self.replica.buffers.committed)
 
     def _skip(self, step: StepTally) -> None:
         """It is over, and nothing has changed. Whoever mends it finds that out from its facts."""
