@@ -9,6 +9,9 @@ result does not, because gradients are summed over one fixed tree (`train.sync.c
 Everything here is arithmetic on small integers.
 """
 
+import math
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -87,34 +90,81 @@ def deal(micro_batches: int, speeds: tuple[float, ...]) -> tuple[range, ...]:
     one with the fewest subtrees is taken, because each subtree is one gradient to exchange.
     A worker may get nothing when there are fewer micro-batches than workers.
     """
-    quickest = min(
-        k / speed
-        for speed in speeds
-        for k in range(1, micro_batches + 1)
-        if sum(_within(k / speed, s) for s in speeds) >= micro_batches
-    )
-    # best[i] = fewest subtrees over which the workers so far can hold the first i micro-batches.
-    best: dict[int, tuple[int, tuple[range, ...]]] = {0: (0, ())}
+    quickest = _least_time(micro_batches, speeds)
+    # best[i] = fewest subtrees over which the workers so far can hold the first i micro-batches,
+    # and came[k][i] = how many of them worker k then has.
+    best: dict[int, int] = {0: 0}
+    came: list[dict[int, int]] = []
+    count = subtree_counts(micro_batches)
+    # What workers from k on can hold at the most: who comes with less left undone is out.
+    capacity = sum(_within(quickest, speed) for speed in speeds)
     for speed in speeds:
-        following: dict[int, tuple[int, tuple[range, ...]]] = {}
+        following, lengths = dict[int, int](), dict[int, int]()
         most = _within(quickest, speed)
-        for start, (trees, ranges) in best.items():
+        capacity -= most
+        for start, trees in best.items():
             # Ranges that are much shorter than they may be only push work to the others. Longer
             # ones first: among equals the first workers, and so the leader, have something to do.
             for length in range(most, max(0, most - 3) - 1, -1):
-                mine = range(start, start + length)
-                if mine.stop > micro_batches:
+                stop = start + length
+                if stop > micro_batches or micro_batches - stop > capacity:
                     continue
-                candidate = (trees + len(subtrees(mine, micro_batches)), (*ranges, mine))
-                if mine.stop not in following or candidate[0] < following[mine.stop][0]:
-                    following[mine.stop] = candidate
+                total = trees + count(start, stop)
+                if stop not in following or total < following[stop]:
+                    following[stop], lengths[stop] = total, length
         best = following
-    return best[micro_batches][1]
+        came.append(lengths)
+    stop, ranges = micro_batches, list[range]()
+    for lengths in reversed(came):
+        ranges.append(range(stop - lengths[stop], stop))
+        stop = ranges[-1].start
+    return tuple(reversed(ranges))
+
+
+def _least_time(micro_batches: int, speeds: tuple[float, ...]) -> float:
+    """The smallest time in which all together finish all of them: it ends when one worker has
+    finished a whole number of them. Found by halving, as more time never finishes less."""
+    counts = Counter(speeds)
+
+    def done(time: float) -> int:
+        return sum(n * _within(time, speed) for speed, n in counts.items())
+
+    best = math.inf
+    for speed in counts:
+        first, last = 1, micro_batches  # the least k for which k / speed is enough, if any is
+        if done(last / speed) < micro_batches:
+            continue
+        while first < last:
+            middle = (first + last) // 2
+            if done(middle / speed) >= micro_batches:
+                last = middle
+            else:
+                first = middle + 1
+        best = min(best, first / speed)
+    return best
 
 
 def _within(time: float, speed: float) -> int:
     """How many micro-batches a worker of this speed finishes in `time`."""
     return int(time * speed + 1e-9)
+
+
+def subtree_counts(total: int) -> Callable[[int, int], int]:
+    """`len(subtrees(range(start, stop), total))` as a function of start and stop, by bits."""
+    top = root(total).level
+
+    def count(start: int, stop: int) -> int:
+        # Leaves beyond the last do not exist, and count as covered.
+        end, found = (1 << top if stop == total else stop), 0
+        while start < stop:
+            level = (start & -start).bit_length() - 1 if start else top
+            while start + (1 << level) > end:
+                level -= 1
+            start += 1 << level
+            found += 1
+        return found
+
+    return count
 
 
 @dataclass(frozen=True, slots=True, order=True)

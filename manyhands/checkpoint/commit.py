@@ -18,6 +18,7 @@ from typing import Protocol
 import msgspec
 
 from manyhands.values.errors import CheckpointDamaged
+from manyhands.values.events import Deleted, Saved, Started, read_events
 from manyhands.values.run_folder import RunDir, naming, sync_folder
 
 Buffer = bytes | memoryview
@@ -206,17 +207,73 @@ def _sha256(path: Path) -> str:
         raise CheckpointDamaged(f"{path} cannot be read: {error}") from error
 
 
-def newest_good(storage: FolderStorage) -> tuple[int | None, list[str]]:
-    """The newest step whose every byte is right, and what was wrong with newer ones."""
+def newest_good(
+    storage: FolderStorage, *, at_most: int | None = None
+) -> tuple[int | None, list[str]]:
+    """The newest step whose every byte is right, and what was wrong with newer ones. `at_most`:
+    of those up to this one."""
+    there = set(storage.steps())
     problems: list[str] = []
-    for step in reversed(storage.steps()):
-        try:
-            for name in storage.manifest(step).files:
-                storage.get(step, name)
+    for step in sorted(there | saved_steps(storage.run), reverse=True):
+        if at_most is not None and step > at_most:
+            continue
+        if (problem := problem_of(storage, step)) is None:
             return step, problems
-        except CheckpointDamaged as error:
-            problems.append(str(error))
+        problems.append(problem)
     return None, problems
+
+
+def newest_sound(storage: FolderStorage) -> int | None:
+    """The newest step; an error when it is damaged. Nobody who asks for the newest is given another
+    one unasked."""
+    step, problems = newest_good(storage)
+    if problems:
+        hint = "No earlier one is there." if step is None else f"The newest good one is step {step}"
+        where = f", in {storage.run.step(step)}." if step is not None else ""
+        raise CheckpointDamaged(f"{'; '.join(problems)}. {hint}{where}")
+    return step
+
+
+def problem_of(storage: FolderStorage, step: int) -> str | None:
+    """What is wrong with a step that was saved, after reading every byte of it."""
+    try:
+        if not storage.run.step(step).exists():
+            return f"step {step} was saved, and {storage.run.step(step)} is gone"
+        for name in storage.manifest(step).files:
+            storage.get(step, name)
+    except CheckpointDamaged as error:
+        return str(error)
+    return None
+
+
+def glance(storage: FolderStorage, step: int) -> str | None:
+    """The same at once: what can be told from names and sizes."""
+    folder = storage.run.step(step)
+    try:
+        for name, record in storage.manifest(step).files.items():
+            if (found := (folder / name).stat().st_size) != record.size_bytes:
+                return f"{folder / name} has {found} bytes, {record.size_bytes} were written"
+    except OSError as error:
+        return f"{error.filename} cannot be read: {error.strerror}"
+    except CheckpointDamaged as error:
+        return str(error)
+    return None
+
+
+def saved_steps(run: RunDir) -> set[int]:
+    """Those that ought to be there, by what the run wrote down."""
+    steps: set[int] = set()
+    for event in read_events(run.events):
+        match event:
+            case Saved():
+                steps.add(event.step)
+            case Deleted():
+                steps.discard(event.step)
+            case Started():  # what was newer has been set aside
+                steps = {step for step in steps if step <= event.step}
+            case _:
+                pass
+    return steps
 
 
 def to_delete(steps: Iterable[int], *, keep_last: int, best: int | None) -> Mapping[int, str]:

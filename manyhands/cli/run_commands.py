@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Commands about what a run is doing, and about what it did."""
 
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -63,7 +64,10 @@ def status(folder: RunFolder, json: JsonFlag = False) -> None:
     hidden = ("pid", "host", "time", "run", "seconds_ago", "verdict")
     shown = {k: v for k, v in found.items() if k not in hidden}
     shown["saved"] = ", ".join(str(s) for s in found["saved"]) or "nothing yet"
+    damaged = shown.pop("damaged")
     show_pairs(shown)
+    for problem in damaged:
+        print(f"damaged  {problem}")
     if workers:
         columns = ("rank", "worker", "pid", "host", "step", "micro-batches", "samples/s")
         table = Table(*columns, box=None, pad_edge=False)
@@ -139,6 +143,8 @@ def show_replay(found: "Replayed", *, as_json: bool) -> None:
         answer: dict[str, Any] = {"same": found.same, **msgspec.to_builtins(found)}
         print(to_json(answer))
     else:
+        for problem in found.passed_over:
+            print(f"warning: {problem}; begun at step {found.first} instead", file=sys.stderr)
         print(f"computed steps {found.first} to {found.to - 1} again")
         for step, loss in sorted(found.losses.items())[-10:]:
             mark = "the same bits" if step in found.compared_losses else "not known from then"
@@ -152,6 +158,8 @@ def show_replay(found: "Replayed", *, as_json: bool) -> None:
         more = len(found.differences) - len(shown)
         shown += [f"... and {more} more"] * bool(more)
         raise RunFailed("The replay differs:\n  " + "\n  ".join(shown))
+    if found.damaged:
+        raise RunFailed("There is nothing to compare with:\n  " + "\n  ".join(found.damaged))
     if not (found.compared_losses or found.compared_weights):
         raise RunFailed("Nothing is left of those steps to compare with.")
     if not as_json:

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder.")]
-Step = Annotated[int | None, typer.Option(help="A saved step; left out, the newest good one.")]
+Step = Annotated[int | None, typer.Option(help="A saved step; left out, the newest one.")]
 WaitOption = Annotated[float, typer.Option("--wait", help="Seconds to wait until it is done.")]
 QuietFlag = Annotated[bool, typer.Option("--quiet", "-q", help="Print warnings and errors only.")]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Answer in JSON.")]

@@ -123,7 +123,7 @@ def _step_to_go_on_from(folder: RunDir) -> tuple[int, list[str]]:
     if step is None:
         found = f" ({'; '.join(problems)})" if problems else ""
         raise RunDirError(f"{folder.root} holds no checkpoint to resume from{found}.")
-    for newer in storage.steps():
+    for newer in storage.steps():  # they may be half of a step, or none
         if newer > step:
             storage.set_aside(newer)
     return step, problems

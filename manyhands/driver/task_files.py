@@ -9,13 +9,13 @@ from typing import Any
 import msgspec
 import torch
 
-from manyhands.checkpoint.commit import FolderStorage, newest_good
+from manyhands.checkpoint.commit import FolderStorage, newest_sound
 from manyhands.checkpoint.step_files import MODEL
 from manyhands.data.open_data import open_data
 from manyhands.data.reading.records import Records, sampled_digest
 from manyhands.evaluation.early_stopping import criterion
 from manyhands.values.config import EFFECTS, RunConfig, changed, read_toml, to_toml
-from manyhands.values.errors import CheckpointMismatch, ConfigError, RunDirError
+from manyhands.values.errors import CheckpointDamaged, CheckpointMismatch, ConfigError, RunDirError
 from manyhands.values.run_folder import RunDir, open_run, write_whole
 from manyhands.values.task import Loaded, Task, load_task
 from manyhands.values.version import VERSION
@@ -115,9 +115,14 @@ def weights_file(config: RunConfig) -> str | None:
     if not path.is_dir():
         raise ConfigError(f"train.start_from: {path} is neither a run folder nor a file.")
     storage = FolderStorage(open_run(path))
-    step, problems = newest_good(storage)
+    try:
+        step = newest_sound(storage)
+    except CheckpointDamaged as error:
+        raise CheckpointMismatch(
+            f"train.start_from: {error} To begin with that one, give its {MODEL}."
+        ) from error
     if step is None:
-        raise CheckpointMismatch(f"train.start_from: {path} has no good checkpoint. {problems}")
+        raise CheckpointMismatch(f"train.start_from: {path} holds no checkpoint.")
     return str((storage.run.step(step) / MODEL).absolute())
 
 

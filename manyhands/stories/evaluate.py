@@ -4,14 +4,14 @@
 import warnings
 from pathlib import Path
 
-from manyhands.checkpoint.commit import FolderStorage, newest_good
+from manyhands.checkpoint.commit import FolderStorage, newest_sound, problem_of
 from manyhands.checkpoint.safetensors_files import fingerprint as fingerprint_of
 from manyhands.checkpoint.step_files import MODEL
 from manyhands.data.open_data import open_data
 from manyhands.driver.task_files import reload
 from manyhands.evaluation import scores
 from manyhands.values.config import read_toml
-from manyhands.values.errors import RequestError, RunDirError
+from manyhands.values.errors import CheckpointDamaged, RequestError, RunDirError
 from manyhands.values.option_fields import taking
 from manyhands.values.run_folder import RunDir, open_run
 from manyhands.values.run_options import EvaluateRequest
@@ -24,7 +24,7 @@ LEVEL = 4
 
 @taking(EvaluateRequest)
 def evaluate(request: EvaluateRequest) -> dict[str, float]:
-    """Scores of a saved step (the newest good one) on the held-out records, as the run does.
+    """Scores of a saved step (the newest one) on the held-out records, as the run does.
 
     They are computed here, or by tasks of Ray ("ray", "ray://HOST:PORT"): the same numbers.
     """
@@ -33,7 +33,7 @@ def evaluate(request: EvaluateRequest) -> dict[str, float]:
 
 def evaluate_request(request: EvaluateRequest) -> dict[str, float]:
     folder = open_run(Path(request.run))
-    chosen = _committed(folder, request.step, LEVEL + 1)
+    chosen = _committed(folder, request.step)
     config, _ = read_toml(folder.config)
     loaded, notes = reload(folder, request.task, config)
     for note in notes:
@@ -56,26 +56,24 @@ def evaluate_request(request: EvaluateRequest) -> dict[str, float]:
 def fingerprint(run: str | Path, *, step: int | None = None) -> str:
     """SHA-256 over names, shapes, dtypes and bytes of a saved step's weights and buffers."""
     folder = open_run(Path(run))
-    chosen = _committed(folder, step, 3)
+    chosen = _committed(folder, step)
     return fingerprint_of(FolderStorage(folder).get(chosen, MODEL))
 
 
-def _committed(run: RunDir, step: int | None, level: int) -> int:
-    """The step asked for, or the newest good one."""
+def _committed(run: RunDir, step: int | None) -> int:
+    """The step asked for, or the newest one; never another one than that."""
     storage = FolderStorage(run)
-    steps = storage.steps()
     if step is None:
-        newest, problems = newest_good(storage)
+        try:
+            newest = newest_sound(storage)
+        except CheckpointDamaged as error:
+            raise CheckpointDamaged(f"{error} To look at an earlier one, give --step.") from None
         if newest is None:
-            found = f" ({'; '.join(problems)})" if problems else ""
-            raise RunDirError(f"{run.root} holds no checkpoint yet{found}.")
-        for problem in problems:
-            warnings.warn(f"{problem}; using step {newest} instead", stacklevel=level)
+            raise RunDirError(f"{run.root} holds no checkpoint yet.")
         return newest
-    if step in steps:
-        for name in storage.manifest(step).files:
-            storage.get(step, name)  # raises if a byte is wrong
-    else:
+    if step not in (steps := storage.steps()):
         there = ", ".join(str(s) for s in steps) or "none"
         raise RunDirError(f"{run.root} has no saved step {step}; saved are: {there}.")
+    if (problem := problem_of(storage, step)) is not None:
+        raise CheckpointDamaged(problem)
     return step

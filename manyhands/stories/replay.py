@@ -8,13 +8,13 @@ and the weights that were saved, to the last bit.
 """
 
 import shutil
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from manyhands.accounting import ledger
 from manyhands.accounting.proof import check
-from manyhands.checkpoint.commit import FolderStorage
+from manyhands.checkpoint.commit import FolderStorage, newest_good, problem_of, saved_steps
 from manyhands.checkpoint.safetensors_files import fingerprint
 from manyhands.checkpoint.step_files import MODEL
 from manyhands.driver.drive import drive
@@ -24,7 +24,7 @@ from manyhands.launch.engines.launcher import Launcher
 from manyhands.stories.train import launched
 from manyhands.values import events
 from manyhands.values.config import CheckpointConfig, RunConfig, of_the_result, read_toml
-from manyhands.values.errors import CheckpointDamaged, RequestError
+from manyhands.values.errors import RequestError
 from manyhands.values.run_folder import RunDir, open_run
 from manyhands.values.run_options import Where
 from manyhands.values.scratch_folder import Scratch, sweep
@@ -45,6 +45,10 @@ class Replayed:
     compared_losses: list[int] = field(default_factory=list[int])
     compared_weights: list[int] = field(default_factory=list[int])
     differences: list[str] = field(default_factory=list[str])
+    passed_over: list[str] = field(default_factory=list[str])
+    """Damaged checkpoints that it could have begun with: it began with an earlier one."""
+    damaged: list[str] = field(default_factory=list[str])
+    """Damaged checkpoints that it should have been compared with."""
 
     @property
     def same(self) -> bool:
@@ -79,7 +83,8 @@ def replay(
         )
     config, _ = read_toml(folder.config)
     loaded, notes = reload(folder, task, config)
-    first = _nearest(folder, step)
+    nearest, passed_over = newest_good(FolderStorage(folder), at_most=step)
+    first = nearest or 0
     engine = Where(engine="local" if debug is None else "inline")
     losses: dict[int, float] = {}
     sweep()
@@ -97,7 +102,8 @@ def replay(
             notes=notes,
         )
         report = drive(job, hands, resume=first or None)
-        return _compare(folder, again, Replayed(first, last, report.fingerprint, losses))
+        found = Replayed(first, last, report.fingerprint, losses, passed_over=passed_over)
+        return _compare(folder, again, found)
 
 
 def replay_last_steps(run: Path, *, workers: int) -> Replayed:
@@ -111,17 +117,6 @@ def replay_last_steps(run: Path, *, workers: int) -> Replayed:
 
 def _steps_done(run: RunDir) -> int:
     return check(ledger.read(run.ledger)).steps
-
-
-def _nearest(run: RunDir, step: int) -> int:
-    """The newest good checkpoint at or before `step`; 0: the beginning."""
-    storage = FolderStorage(run)
-    for saved in reversed([s for s in storage.steps() if s <= step]):
-        with suppress(CheckpointDamaged):
-            for name in storage.manifest(saved).files:
-                storage.get(saved, name)
-            return saved
-    return 0
 
 
 def _copy(run: RunDir, scratch: Path, first: int) -> RunDir:
@@ -161,8 +156,13 @@ def _compare(run: RunDir, again: RunDir, found: Replayed) -> Replayed:
             found.differences.append(
                 f"step {step}: the loss was {then[step]!r}, now it is {found.losses[step]!r}"
             )
-    common = set(FolderStorage(run).steps()) & set(FolderStorage(again).steps())
+    then_saved = saved_steps(run) | set(FolderStorage(run).steps())
+    common = then_saved & set(FolderStorage(again).steps())
     for step in sorted(s for s in common if s > found.first):
+        if (problem := problem_of(FolderStorage(run), step)) is not None:
+            if problem not in found.passed_over:
+                found.damaged.append(problem)
+            continue
         found.compared_weights.append(step)
         before, now = (fingerprint(r.step(step) / MODEL) for r in (run, again))
         if before != now:

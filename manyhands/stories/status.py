@@ -4,7 +4,7 @@
 from pathlib import Path
 from typing import Any
 
-from manyhands.checkpoint.commit import FolderStorage
+from manyhands.checkpoint.commit import FolderStorage, glance, saved_steps
 from manyhands.launch.hosts.withdrawn_hosts import read_withdrawn
 from manyhands.monitor.run_status import status as status_of
 from manyhands.values.run_folder import open_run, runs_under
@@ -12,7 +12,13 @@ from manyhands.values.run_folder import open_run, runs_under
 
 def status(run: Path) -> dict[str, Any]:
     folder = open_run(run)
-    return {**status_of(folder), "saved": FolderStorage(folder).steps()}
+    storage = FolderStorage(folder)
+    now, there = status_of(folder), storage.steps()
+    going = now["state"] in ("running", "paused")  # what it deletes is gone before it says so
+    gone = set[int]() if going else saved_steps(folder) - set(there)
+    damaged = [f"step {step} was saved, and {folder.step(step)} is gone" for step in sorted(gone)]
+    damaged += [problem for step in there if (problem := glance(storage, step)) is not None]
+    return {**now, "saved": there, "damaged": damaged}
 
 
 def hosts(run: Path) -> list[dict[str, Any]]:

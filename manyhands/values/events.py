@@ -222,7 +222,7 @@ def read_events(path: Path) -> Iterator[AnyEvent]:
     decoder = msgspec.json.Decoder(AnyEvent)
     with suppress(FileNotFoundError), open(path, "rb") as file:
         for line in file:
-            with suppress(msgspec.DecodeError):
+            with suppress(msgspec.DecodeError, UnicodeDecodeError):
                 yield decoder.decode(line)
 
 

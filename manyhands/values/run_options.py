@@ -144,7 +144,7 @@ class EvaluateRequest(RayAccess, OldRun):
     """A saved step that is to be scored on the held-out records."""
 
     step: int | None = option(None, cli=int)
-    """A saved step; left out, the newest good one."""
+    """A saved step; left out, the newest one."""
     engine: str = option("local", cli=str, metavar="local, ray or ray://HOST:PORT")
     """Here, or by tasks of Ray."""
 

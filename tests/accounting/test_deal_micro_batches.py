@@ -9,6 +9,7 @@ from manyhands.accounting.deal_micro_batches import (
     deal,
     root,
     steps_per_epoch,
+    subtree_counts,
     subtrees,
 )
 
@@ -54,6 +55,57 @@ def test_a_deal_covers_all_micro_batches_in_order_and_in_the_least_time(
     slowest = max(len(r) / s for r, s in zip(ranges, speeds, strict=True))
     faster = [int(slowest * 0.999 * s) for s in speeds]
     assert sum(faster) < m, "everyone could have been done earlier"
+
+
+def deal_slowly(micro_batches: int, speeds: tuple[float, ...]) -> tuple[range, ...]:
+    """`deal` as it was first written: every time is tried, and every range is kept."""
+
+    def within(time: float, speed: float) -> int:
+        return int(time * speed + 1e-9)
+
+    quickest = min(
+        k / speed
+        for speed in speeds
+        for k in range(1, micro_batches + 1)
+        if sum(within(k / speed, s) for s in speeds) >= micro_batches
+    )
+    best: dict[int, tuple[int, tuple[range, ...]]] = {0: (0, ())}
+    for speed in speeds:
+        following: dict[int, tuple[int, tuple[range, ...]]] = {}
+        most = within(quickest, speed)
+        for start, (trees, ranges) in best.items():
+            for length in range(most, max(0, most - 3) - 1, -1):
+                mine = range(start, start + length)
+                if mine.stop > micro_batches:
+                    continue
+                candidate = (trees + len(subtrees(mine, micro_batches)), (*ranges, mine))
+                if mine.stop not in following or candidate[0] < following[mine.stop][0]:
+                    following[mine.stop] = candidate
+        best = following
+    return best[micro_batches][1]
+
+
+@given(
+    m=st.integers(1, 70),
+    speeds=st.lists(
+        st.sampled_from([1.0, 1.0, 2.0, 0.5]) | st.floats(0.05, 20.0), min_size=1, max_size=12
+    ),
+)
+def test_a_quick_deal_is_the_slow_one(m: int, speeds: list[float]) -> None:
+    assert deal(m, tuple(speeds)) == deal_slowly(m, tuple(speeds))
+
+
+def test_equal_workers_are_dealt_to_as_slowly_done() -> None:
+    for m in (1, 7, 64, 100, 512):
+        for workers in (1, 3, 16, 64):
+            assert deal(m, (1.0,) * workers) == deal_slowly(m, (1.0,) * workers), (m, workers)
+
+
+@given(m=st.integers(1, 130), data=st.data())
+def test_subtrees_are_counted_without_making_them(m: int, data: st.DataObject) -> None:
+    start = data.draw(st.integers(0, m))
+    stop = data.draw(st.integers(start, m))
+    assert subtree_counts(m)(start, stop) == len(subtrees(range(start, stop), m))
 
 
 @given(m=st.integers(1, 64), data=st.data())

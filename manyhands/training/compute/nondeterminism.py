@@ -16,19 +16,20 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-
-def named_plainly(model: Module) -> list[tuple[str, Module]]:
-    return [(plain_name(path), module) for path, module in model.named_modules()]
-
+from manyhands.values.plain_names import plain_name
 
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+
+
+def _modules(model: Module) -> Iterator[tuple[str, Module]]:
+    return ((plain_name(path), module) for path, module in model.named_modules())
 
 
 def private_generators(model: Module, data: Any) -> list[str]:
     """A sentence for each generator that a module or the data set holds for itself."""
     holders: list[tuple[str, Any]] = [
         (f"module '{name}' ({type(m).__name__})" if name else f"the model ({type(m).__name__})", m)
-        for name, m in named_plainly(model)
+        for name, m in _modules(model)
     ]
     if hasattr(data, "__dict__"):
         holders.append((f"the data set ({type(data).__name__})", data))
@@ -81,7 +82,7 @@ class PlainState:
 
 
 def _plain(model: Module) -> Iterator[tuple[tuple[str, str], Any]]:
-    for path, module in named_plainly(model):
+    for path, module in _modules(model):
         where = f"module '{path}' ({type(module).__name__})" if path else "the model"
         for name, value in vars(module).items():
             if name.startswith("_") or name == "training":

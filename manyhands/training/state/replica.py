@@ -20,6 +20,7 @@ from manyhands.training.state.layout import (
     Lanes,
     Layout,
     TensorPlace,
+    buffers_of,
     lay_out,
     parameters_of,
     refuse_second_views,
