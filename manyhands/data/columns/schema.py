@@ -145,8 +145,8 @@ def _join(a: pa.DataType, b: pa.DataType) -> pa.DataType:
         return b
     numbers = [pa.uint8(), pa.int32(), pa.int64(), pa.float32(), pa.float64()]
     if a in numbers and b in numbers:
-        if pa.float32() in (a, b) and pa.int64() in (a, b):
-            return pa.float64()
+        if pa.float32() in (a, b) and {a, b} & {pa.int32(), pa.int64()}:
+            return pa.float64()  # a float32 has 24 bits
         return max(a, b, key=numbers.index)
     if _is_list(a) and _is_list(b):
         inner = _join(a.value_type, b.value_type)

@@ -34,10 +34,12 @@ from manyhands.data.encoding.fitted_encoders import (
     Ranked,
     Raw,
     ScaledNumbers,
+    Stacked,
     Tokens,
     Vocabulary,
 )
-from manyhands.data.encoding.scale_numbers import raw, scaled
+from manyhands.data.encoding.pack_columns import pack
+from manyhands.data.encoding.scale_numbers import raw, scaled, stacked
 from manyhands.data.encoding.tokenize_text import byte_tokens, chars, shortened, token_lists, words
 from manyhands.data.encoding.vocabulary import KNOWN, MISSING, UNKNOWN, indices_of, places_of
 from manyhands.values.errors import DataError
@@ -103,6 +105,8 @@ def _encode(fit: Fitted, values: pa.Array) -> _Encoded:
     match fit:
         case ScaledNumbers() | Ranked():
             return _Encoded(*scaled(fit, values))
+        case Stacked():
+            return _Encoded(*stacked(fit, values))
         case Dates():
             return _Encoded(circles(values, fit.center, fit.scale), nulls(values))
         case Raw():
@@ -205,6 +209,8 @@ def _type_and_shape(fit: Fitted, column: Column) -> tuple[str, tuple[int, ...]]:
             kind = type_of(fit.to)
             fixed = pa.types.is_fixed_size_list(kind)
             return fit.to, (column.shape or (kind.list_size,)) if fixed else ()
+        case Stacked():
+            return f"float32[{len(fit.members)}]", column.shape or (len(fit.members),)
         case Dates():
             return "float32[7]", (7,)
         case Vocabulary() | Hashed() | Classes():
@@ -257,8 +263,11 @@ class Encoders:
 
     def apply(self, rows: pa.Table | Mapping[str, Sequence[Any]]) -> pa.Table:
         """Encode a table or a dict of columns. Columns that say nothing to a model (label, id,
-        group, time, weight) may be left out."""
-        names: list[str] = list(rows) if isinstance(rows, Mapping) else rows.column_names
+        group, time, weight) may be left out; what was packed may be given by its columns."""
+        for name, fit in self.fitted.items():
+            if isinstance(fit, Stacked) and name not in _names(rows):
+                rows = _packed(name, fit, rows)
+        names = _names(rows)
         used = {n: f for n, f in self.fitted.items() if n in names or _needed(f)}
         if absent := [n for n in used if n not in names]:
             raise DataError(f"these columns are missing: {', '.join(absent)}.")
@@ -266,6 +275,23 @@ class Encoders:
             kept = {n: f for n, f in used.items() if not isinstance(f, DroppedColumn)}
             rows = pa.table({n: _array(n, rows[n], type_of(f.type)) for n, f in kept.items()})
         return apply(used, rows)
+
+
+def _names(rows: pa.Table | Mapping[str, Any]) -> list[str]:
+    return list(rows) if isinstance(rows, Mapping) else rows.column_names
+
+
+def _packed(
+    name: str, fit: Stacked, rows: pa.Table | Mapping[str, Sequence[Any]]
+) -> pa.Table | Mapping[str, Any]:
+    if any(member not in _names(rows) for member in fit.members):
+        return rows
+    if not isinstance(rows, Mapping):
+        return pack(rows, {name: list(fit.members)})
+    kinds = {m: type_of(f.type) for m, f in fit.members.items()}
+    table = pa.table({m: _array(m, rows[m], kind) for m, kind in kinds.items()})
+    others = {n: values for n, values in rows.items() if n not in fit.members}
+    return {**others, name: pack(table, {name: list(kinds)}).column(name).to_pylist()}
 
 
 def _needed(fit: Fitted) -> bool:

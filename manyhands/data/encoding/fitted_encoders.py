@@ -6,13 +6,14 @@ in their order.
 """
 
 import sys
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
 import pyarrow as pa
 
 from manyhands.data.columns.arrays import compute, is_list, is_number, is_text
-from manyhands.data.columns.schema import Role, name_of, type_of
+from manyhands.data.columns.schema import Column, Role, name_of, type_of
 from manyhands.data.encoding.column_facts import ColumnFacts
 from manyhands.data.encoding.decode_images import ImageShape
 from manyhands.data.encoding.requested_encoding import NUMERIC, Encoding, Missing
@@ -84,6 +85,12 @@ class Classes(_FittedColumn, frozen=True, tag="classes"):
     values: list[KnownValue]
 
 
+class Stacked(_FittedColumn, frozen=True, tag="stacked"):
+    """Columns packed into one: each place as its own column would be, all as float32."""
+
+    members: dict[str, ScaledNumbers | Ranked | Raw]
+
+
 class DroppedColumn(_FittedColumn, frozen=True, tag="dropped"):
     pass
 
@@ -98,6 +105,7 @@ Fitted = (
     | Tokens
     | Picture
     | Classes
+    | Stacked
     | DroppedColumn
 )
 
@@ -138,6 +146,23 @@ def finish(encoding: Encoding, facts: ColumnFacts) -> Fitted:
             return Classes(values=_classes(facts), **base)
         case "drop":
             return DroppedColumn(**base)
+
+
+def finish_stacked(
+    column: Column, members: Mapping[str, tuple[Encoding, ColumnFacts]], missing: Missing
+) -> Stacked:
+    """The encoder of packed columns, from those of its members."""
+    found: dict[str, ScaledNumbers | Ranked | Raw] = {}
+    for name, (encoding, facts) in members.items():
+        fit = finish(encoding, facts)
+        if not isinstance(fit, ScaledNumbers | Ranked | Raw):
+            raise DataError(
+                f"--encode {name}={encoding}: '{name}' is packed into '{column.name}', where only "
+                "numbers have a place. Leave it out of --pack."
+            )
+        found[name] = fit
+    missing = missing or ("error" if any(f.missing == "error" for f in found.values()) else "")
+    return Stacked(type=column.type, role=column.role, missing=missing, members=found)
 
 
 def _refuse_misfit(encoding: Encoding, facts: ColumnFacts) -> None:

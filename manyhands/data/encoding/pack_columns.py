@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many columns of numbers as one: `--pack x=pixel*` makes 784 columns a column of 784 numbers."""
+"""Many columns of numbers as one: `--pack x=pixel*` makes 784 columns a column of 784 numbers.
+
+Invariant: a pattern takes features alone. What records are told apart, weighed or judged by (label,
+id, group, time, weight, the column of a split) never becomes an input because a pattern matches it.
+"""
 
 import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,15 +21,60 @@ _BLOCK = 1 << 19
 """Numbers that are moved together: few enough for a cache, many enough to be worth a call."""
 
 
+def matching(pattern: str, names: Sequence[str]) -> list[str]:
+    """The names that match, in their order. A column may be called `x[0]`: a name is itself."""
+    if pattern in names:
+        return [pattern]
+    return [n for n in names if fnmatch.fnmatchcase(n, pattern)]
+
+
 def match(patterns: Iterable[str], names: Sequence[str]) -> list[str]:
     """The names that match some pattern; by pattern, and for each in their order."""
     found: dict[str, None] = {}
     for pattern in patterns:
-        matching = [n for n in names if fnmatch.fnmatchcase(n, pattern)]
-        if not matching:
+        new = matching(pattern, names)
+        if not new:
             raise DataError(f"no column matches '{pattern}'; there are {', '.join(names)}.")
-        found |= dict.fromkeys(matching)
+        found |= dict.fromkeys(new)
     return list(found)
+
+
+def groups_of(
+    asked: Mapping[str, Sequence[str]], schema: Schema, apart: Iterable[str] = ()
+) -> dict[str, list[str]]:
+    """The columns of each group. `apart`: features that only their own name may pack."""
+    free = [
+        c.name for c in schema if c.role == "feature" and c.type != "null" and c.name not in apart
+    ]
+    columns = {c.name: c for c in schema}
+    groups: dict[str, list[str]] = {}
+    taken: dict[str, str] = {}
+    for name, patterns in asked.items():
+        members = dict[str, None]()
+        for pattern in patterns:
+            members |= dict.fromkeys([pattern] if pattern in columns else match([pattern], free))
+        for member in members:
+            _refuse_member(name, columns[member])
+            if taken.setdefault(member, name) != name:
+                raise DataError(f"column '{member}' is packed into '{taken[member]}' and '{name}'.")
+        if name in columns and name not in members:
+            raise DataError(f"--pack {name}: there is a column of that name already.")
+        groups[name] = list(members)
+    return groups
+
+
+def _refuse_member(name: str, column: Column) -> None:
+    if column.role not in ("feature", "text", "image"):
+        raise DataError(
+            f"--pack {name}: '{column.name}' is the {column.role}, which must not become an input. "
+            "Leave it out there; a pattern like * does not take it."
+        )
+    kind = type_of(column.type)
+    if not (is_number(kind) or pa.types.is_boolean(kind)):
+        raise DataError(
+            f"--pack {name}: '{column.name}' holds {column.type}; only numbers can be stacked. "
+            f"Name the columns that do, or leave it out: --drop {column.name}"
+        )
 
 
 def pack(table: pa.Table, groups: Mapping[str, Sequence[str]]) -> pa.Table:

@@ -15,7 +15,7 @@ from manyhands.data.columns.array_types import AnyArray, Flags
 from manyhands.data.columns.arrays import inner, is_list, is_number, nulls, numbers
 from manyhands.data.columns.schema import type_of
 from manyhands.data.encoding.column_facts import log_of
-from manyhands.data.encoding.fitted_encoders import Ranked, Raw, ScaledNumbers
+from manyhands.data.encoding.fitted_encoders import Ranked, Raw, ScaledNumbers, Stacked
 
 _OPEN = 1e-6
 """How far from 0 and 1 ranks stay."""
@@ -41,6 +41,21 @@ def raw(fit: Raw, values: pa.Array) -> tuple[pa.Array, Flags]:
     if is_number(inside):
         return _changed(values, fit.fill, lambda x: x, inside)
     return _others(values, to), nulls(values)
+
+
+def stacked(fit: Stacked, values: pa.Array) -> tuple[pa.Array, Flags]:
+    """Every place of the lists as a column of its own; and in which rows one is missing."""
+    width, rows = len(fit.members), len(values)
+    flat, _ = inner(values)
+    found = numbers(flat).reshape(rows, width)
+    absent = nulls(flat).reshape(rows, width) | nulls(values)[:, None]
+    made, gone = np.empty((rows, width), np.float32), np.zeros(rows, np.bool_)
+    for place, member in enumerate(fit.members.values()):
+        column = pa.array(np.ascontiguousarray(found[:, place]), mask=absent[:, place])
+        one, missing = raw(member, column) if isinstance(member, Raw) else scaled(member, column)
+        made[:, place] = one.to_numpy(zero_copy_only=False)
+        gone |= missing
+    return pa.FixedSizeListArray.from_arrays(pa.array(made.reshape(-1)), width), gone
 
 
 def _scaled(fit: ScaledNumbers, x: AnyArray) -> AnyArray:

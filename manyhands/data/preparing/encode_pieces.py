@@ -63,6 +63,8 @@ class EncodingPlan(msgspec.Struct, frozen=True):
 
 class Fit(msgspec.Struct, frozen=True):
     file: str
+    members: str
+    """Facts of the columns that are packed."""
 
 
 class Applied(msgspec.Struct, frozen=True):
@@ -83,12 +85,19 @@ def read_rows(
     piece: str, raw: Schema, groups: Mapping[str, Sequence[str]], stem: str, share: float
 ) -> tuple[pa.Table, NDArray[np.int8]]:
     """A piece's rows, packed, and their splits; of a sample, if that is wanted."""
+    table, splits = read_unpacked(piece, raw, stem, share)
+    return pack(table, groups), splits
+
+
+def read_unpacked(
+    piece: str, raw: Schema, stem: str, share: float
+) -> tuple[pa.Table, NDArray[np.int8]]:
     table = read_piece(Path(piece), {c.name: c.type for c in raw})
     splits = load_splits(stem)
     if share < 1:
         chosen = sample(table.column(ID).to_numpy().view(np.uint64), share)
         table, splits = table.filter(pa.array(chosen)), splits[chosen]
-    return pack(table, groups), splits
+    return table, splits
 
 
 def fit(
@@ -100,12 +109,16 @@ def fit(
     training: Sequence[int],
     packed: Schema,
     encodings: Mapping[str, Encoding],
+    member_encodings: Mapping[str, Encoding],
     to: str,
 ) -> Fit:
-    table, splits = read_rows(piece, raw, groups, stem, share)
+    table, splits = read_unpacked(piece, raw, stem, share)
     table = table.filter(pa.array(np.isin(splits, training)))
-    write_whole(Path(to), collect(table, packed, encodings))
-    return Fit(to)
+    inside = {name for members in groups.values() for name in members}
+    members = tuple(c for c in raw if c.name in inside)
+    write_whole(Path(f"{to}.members"), collect(table, members, member_encodings))
+    write_whole(Path(to), collect(pack(table, groups), packed, encodings))
+    return Fit(to, f"{to}.members")
 
 
 def apply(piece: str, stem: str, plan_file: str, buckets: Sequence[int], to: str) -> Applied:

@@ -5,7 +5,6 @@ A recipe goes into the manifest, and its digest into every checkpoint of an unfi
 what was done under another recipe is not used.
 """
 
-import fnmatch
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Literal, get_args
 import msgspec
 
 from manyhands.data.columns.schema import MANIFEST, ROLES, Role, type_of
+from manyhands.data.encoding.pack_columns import matching
 from manyhands.values.byte_sizes import parse_bytes
 from manyhands.values.errors import DataError
 from manyhands.values.prepare_options import Pairs, PrepareRequest
@@ -76,10 +76,11 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         """Which columns are kept, in their order."""
         names = list(names)
         for pattern in (*self.keep, *self.drop):
-            if not fnmatch.filter(names, pattern):
+            if not matching(pattern, names):
                 raise DataError(f"no column matches '{pattern}'; there are {', '.join(names)}.")
-        kept = [n for n in names if not self.keep or _matches(n, self.keep)]
-        return [n for n in kept if not _matches(n, self.drop)]
+        kept = {n for pattern in self.keep for n in matching(pattern, names)} or {*names}
+        gone = {n for pattern in self.drop for n in matching(pattern, names)}
+        return [n for n in names if n in kept - gone]
 
 
 def recipe_of(request: PrepareRequest) -> Recipe:
@@ -119,10 +120,6 @@ def choice(what: str, given: str, allowed: Iterable[str]) -> str:
     if given not in allowed:
         raise DataError(f"there is no {what} '{given}'; use {', '.join(a for a in allowed if a)}.")
     return given
-
-
-def _matches(name: str, patterns: Iterable[str]) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def read_on_error(text: str) -> int:

@@ -78,7 +78,7 @@ def _schema(recipe: Recipe, types: Mapping[str, str]) -> Schema:
     schema = tuple(c for c in schema if c.name in chosen and c.role != "ignore")
     _refuse_names(recipe, [c.name for c in schema])
     for column, role in recipe.roles.items():
-        if role in ("label", "id") and column not in chosen:
+        if role in ("label", "id", "group", "time", "weight") and column not in chosen:
             raise DataError(f"column '{column}' is the {role} and is also left out.")
     if not schema:
         raise DataError("no column is left; see --keep, --drop and --role.")

@@ -16,12 +16,13 @@ from manyhands.data.columns.schema import ID, Column, Schema, column_of
 from manyhands.data.encoding.choose_encoding import choose
 from manyhands.data.encoding.column_facts import ColumnFacts, merge, statistics
 from manyhands.data.encoding.encoders import Encoders, attempt, encoded_schema, refuse_clashes
-from manyhands.data.encoding.fitted_encoders import Classes, Fitted, finish
-from manyhands.data.encoding.pack_columns import match, pack, packed_schema
-from manyhands.data.encoding.requested_encoding import Encoding, parse_encoding, with_missing
+from manyhands.data.encoding.fitted_encoders import Classes, Fitted, finish, finish_stacked
+from manyhands.data.encoding.pack_columns import groups_of, pack, packed_schema
+from manyhands.data.encoding.requested_encoding import Encoding
 from manyhands.data.mapreduce.external_shuffle import buckets_for
 from manyhands.data.mapreduce.resumable_tasks import DataTask, digest_of
 from manyhands.data.preparing import encode_pieces
+from manyhands.data.preparing.asked_encodings import AskedEncodings, asked_encodings
 from manyhands.data.preparing.assign_splits import Division
 from manyhands.data.preparing.encode_pieces import (
     MOST_COPIES,
@@ -34,6 +35,7 @@ from manyhands.data.preparing.lineage import lineage_of, merged
 from manyhands.data.preparing.preparation import Preparation
 from manyhands.data.preparing.recipe import WEIGHT
 from manyhands.data.shards.manifest import VERSION, Manifest, SplitInfo, read_manifest
+from manyhands.data.sources.formats.sniffing import listed
 from manyhands.data.sources.staging import read_piece
 from manyhands.values.errors import DataError
 from manyhands.values.run_folder import write_whole
@@ -134,7 +136,8 @@ def make(
         split=recipe.split if held_out is None else f"fold {held_out} of {recipe.folds}",
         statistics=told,
         leakage=division.report.counts,
-        lineage=lineage_of(merged([a.account for a in applied]), recipe, fitted),
+        lineage=lineage_of(merged([a.account for a in applied]), recipe, fitted)
+        | ({"packed": fitter.groups} if fitter.groups else {}),
     )
     return Made(manifest, [found for a in applied for found in a.refused])
 
@@ -167,13 +170,18 @@ class _Fitter:
     ) -> None:
         self.prep, self.pieces, self.raw, self.division = prep, pieces, raw, division
         self.prefix, self.recipe = prefix, prep.recipe
-        names = [c.name for c in raw]
-        self.groups = {name: match(p, names) for name, p in self.recipe.pack.items()}
+        self.groups = self._groups()
         self.packed = packed_schema(raw, self.groups)
+
+    def _groups(self) -> dict[str, list[str]]:
+        if not self.recipe.like:
+            return groups_of(self.recipe.pack, self.raw, [self.division.rule.column])
+        return dict(read_manifest(Path(self.recipe.like)).lineage.get("packed", {}))
 
     def fit(self, sides: Sequence[int]) -> tuple[dict[str, Fitted], dict[str, Any]]:
         """Encoders, and statistics for people, from the training records."""
-        asked = self._asked()
+        recipe = self.recipe
+        asked = asked_encodings(recipe.encode, recipe.missing, self.raw, self.packed, self.groups)
         folder = self.prep.work / f"{self.prefix}facts"
         folder.mkdir(exist_ok=True)
         training = [k for k, side in enumerate(sides) if side == 0]
@@ -190,7 +198,8 @@ class _Fitter:
                     self.recipe.sample,
                     training,
                     self.packed,
-                    asked,
+                    asked.columns,
+                    asked.members,
                     str(folder / f"{k:06}.facts"),
                 ),
                 key=key,
@@ -199,31 +208,43 @@ class _Fitter:
         ]
         done = self.prep.runner.do(f"{self.prefix}fit", tasks, Fit)
         facts = merge(Path(d.file).read_bytes() for d in done)
-        fitted = {c.name: self._finish(c, facts[c.name], asked.get(c.name)) for c in self.packed}
+        inside = merge(Path(d.members).read_bytes() for d in done)
+        fitted: dict[str, Fitted] = {}
+        for c in self.packed:
+            if c.name in self.groups and c.name not in asked.columns:
+                fitted[c.name] = self._stack(c, inside, asked)
+            else:
+                fitted[c.name] = self._finish(c, facts[c.name], asked)
         return fitted, {name: statistics(f) for name, f in facts.items()}
 
-    def _asked(self) -> dict[str, Encoding]:
-        """Encodings as given; a name may be a pattern."""
-        names, asked = [c.name for c in self.packed], dict[str, Encoding]()
-        for pattern, text in self.recipe.encode.items():
-            for name in match([pattern], names):
-                asked[name] = parse_encoding(text)
-        for pattern, how in self.recipe.missing.items():
-            for name in match([pattern], names):
-                if name in asked:
-                    asked[name] = with_missing(asked[name], how)
-        return asked
-
-    def _finish(self, column: Column, facts: ColumnFacts, asked: Encoding | None) -> Fitted:
-        encoding = asked
+    def _finish(self, column: Column, facts: ColumnFacts, asked: AskedEncodings) -> Fitted:
+        encoding = asked.columns.get(column.name)
         if encoding is None:
             encoding, reason = choose(column, facts)
-            for pattern, how in self.recipe.missing.items():
-                if column.name in match([pattern], [c.name for c in self.packed]):
-                    encoding = with_missing(encoding, how)
+            encoding = asked.of(column.name, encoding)
             if encoding.kind == "drop":
                 self.prep.note(f"column '{column.name}' is left out: {reason}")
         return finish(encoding, facts)
+
+    def _stack(
+        self, column: Column, facts: Mapping[str, ColumnFacts], asked: AskedEncodings
+    ) -> Fitted:
+        """Packed columns, each scaled as it would be by itself. One that says nothing keeps its
+        place: who packs columns counts on their number."""
+        encodings: dict[str, tuple[Encoding, ColumnFacts]] = {}
+        idle: list[str] = []
+        for name in self.groups[column.name]:
+            encoding, _ = choose(facts[name].column, facts[name])
+            if encoding.kind == "drop" or encoding.missing == "flag":
+                encoding = Encoding("standard")
+                idle += [name] if name not in asked.members else []
+            encodings[name] = asked.of(name, encoding), facts[name]
+        if idle:
+            self.prep.note(
+                f"--pack {column.name}: all training records have the same value, or none, in "
+                f"{listed(idle)}; packed columns keep their places, so these are 0"
+            )
+        return finish_stacked(column, encodings, asked.missing_of(column.name))
 
     def like(self) -> tuple[dict[str, Fitted], dict[str, Any]]:
         """The encoders of another prepared folder."""
