@@ -126,7 +126,13 @@ def _column(found: FoundFeatures, name: str, wanted: FeatureType | None) -> pa.A
     rows = np.flatnonzero(feature.kind == kind)
     values, counts, whole = _DECODERS[kind](found.data, feature, rows)
     _blame(found.cut, rows[~whole], f"feature '{name}': {CUT.get(kind)}")
-    shape = _shape(base, kind, counts[whole]) if wanted is None else wanted
+    if wanted is None:
+        listed = name in found.lists
+        wanted = pa.list_(base) if listed else _shape(base, kind, counts[whole])
+    shape = wanted
+    if inner_type(shape) == shape:  # no value where one is expected: it is missing
+        there = ~whole | (counts > 0)
+        rows, counts, whole = rows[there], counts[there], whole[there]
     fits = whole & _fits(shape, counts)
     for row, n in zip(rows[whole & ~fits].tolist(), counts[whole & ~fits].tolist(), strict=True):
         found.bad.setdefault(row, f"feature '{name}' has {n} values; its column is {shape}")
@@ -147,9 +153,10 @@ def _blame(where: dict[int, str], records: Positions, what: str) -> None:
 
 
 def _shape(base: FeatureType, kind: int, counts: Positions) -> FeatureType:
-    """One value, a fixed number of them or a list, by how many there always are."""
+    """One value (or none: a missing one), a fixed number of them or a list, by how many there
+    always are."""
     least, most = (int(counts.min()), int(counts.max())) if counts.size else (1, 1)
-    if least == most == 1:
+    if most <= 1:
         return base
     return pa.list_(base, most if least == most and most and kind != BYTES else -1)
 

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One tf.train.Example, field by field: slowly, and exactly as protobuf says.
 
-For records that do not look like the others, and to learn from one what the others look like.
+For records that do not look like the others, and to learn from one what the others look like. A
+tf.train.SequenceExample is an Example (its context) that has feature lists beside it: a list of
+features under each name, one for each step.
 """
 
 from collections.abc import Iterator
@@ -37,18 +39,78 @@ def read_example(data: bytes) -> dict[str, tuple[int, Places]]:
     return found
 
 
+def read_feature_lists(data: bytes) -> dict[str, tuple[int, Places]]:
+    """The feature lists of a SequenceExample, all steps of one end to end; none in an Example.
+
+    A step has one value: a list of lists has no column. Of several lists with one name, the last
+    counts.
+    """
+    found: dict[str, tuple[int, Places]] = {}
+    for number, wire, start, stop in _fields(data, 0, len(data)):
+        if (number, wire) == (2, 2):
+            for inner, inner_wire, a, b in _fields(data, start, stop):
+                if (inner, inner_wire) == (1, 2):
+                    name, steps = _read_steps(data, a, b)
+                    found[name] = _joined(data, name, steps)
+    return found
+
+
+def _read_steps(data: bytes, start: int, stop: int) -> tuple[str, list[tuple[int, Places]]]:
+    name, steps = "", list[tuple[int, Places]]()
+    for number, wire, a, b in _fields(data, start, stop):
+        if (number, wire) == (1, 2):
+            name = _read_name(data[a:b])
+        elif (number, wire) == (2, 2):
+            features = _fields(data, a, b)
+            steps += [_read_feature(data, c, d) for n, w, c, d in features if (n, w) == (1, 2)]
+    return name, steps
+
+
+def _joined(data: bytes, name: str, steps: list[tuple[int, Places]]) -> tuple[int, Places]:
+    kinds = {kind for kind, _ in steps if kind != NONE}
+    if len(kinds) > 1:
+        raise Malformed(f"feature list '{name}' has steps of different kinds")
+    kind = kinds.pop() if kinds else NONE
+    for number, (_, lists) in enumerate(steps):
+        count = _count(data, kind, lists)
+        if count != 1:
+            raise Malformed(
+                f"feature list '{name}' has {count} values at step {number}; lists of one value a "
+                "step can be read, others must be written as features of their own"
+            )
+    return kind, [place for _, lists in steps for place in lists]
+
+
+def _count(data: bytes, kind: int, lists: Places) -> int:
+    pieces = places_of(data, kind, lists) if kind != NONE else Places()
+    if kind == FLOATS:
+        return sum(b - a for a, b in pieces) // 4
+    if kind == INTS:
+        return sum(byte < 0x80 for a, b in pieces for byte in data[a:b])
+    return len(pieces)
+
+
 def _read_entry(data: bytes, start: int, stop: int) -> tuple[str, int, Places]:
     name, kind, lists = "", NONE, Places()
     for number, wire, a, b in _fields(data, start, stop):
         if (number, wire) == (1, 2):
             name = _read_name(data[a:b])
         elif (number, wire) == (2, 2):
-            for of_kind, its_wire, c, d in _fields(data, a, b):
-                if its_wire == 2 and of_kind in TYPES:
-                    if of_kind != kind:
-                        kind, lists = of_kind, Places()
-                    lists.append((c, d))
+            kind, lists = _read_feature(data, a, b, kind, lists)
     return name, kind, lists
+
+
+def _read_feature(
+    data: bytes, start: int, stop: int, kind: int = NONE, lists: Places | None = None
+) -> tuple[int, Places]:
+    """A Feature, merged into what was there before it."""
+    lists = lists or Places()
+    for of_kind, wire, a, b in _fields(data, start, stop):
+        if wire == 2 and of_kind in TYPES:
+            if of_kind != kind:
+                kind, lists = of_kind, Places()
+            lists.append((a, b))
+    return kind, lists
 
 
 def _read_name(raw: bytes) -> str:

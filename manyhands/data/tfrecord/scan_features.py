@@ -15,7 +15,13 @@ from manyhands.data.columns.array_types import ByteArray, Positions
 from manyhands.data.tfrecord.feature_headers import FeatureHeader, header_of
 from manyhands.data.tfrecord.feature_kinds import BYTES, NONE
 from manyhands.data.tfrecord.framing import as_bytes
-from manyhands.data.tfrecord.parse_one_example import Malformed, places_of, read_example, varint
+from manyhands.data.tfrecord.parse_one_example import (
+    Malformed,
+    places_of,
+    read_example,
+    read_feature_lists,
+    varint,
+)
 from manyhands.values.errors import DataError
 
 _FEW = 16
@@ -55,6 +61,8 @@ class FoundFeatures:
     wanted: set[str] | None = None
     """Names of features; None for all."""
     features: dict[str, Feature] = field(default_factory=dict[str, Feature])
+    lists: set[str] = field(default_factory=set[str])
+    """Names of feature lists: a list of one is a list there."""
     cut: dict[int, str] = field(default_factory=dict[int, str])
     """Records that are no Examples, and why."""
     bad: dict[int, str] = field(default_factory=dict[int, str])
@@ -108,11 +116,15 @@ def _read_odd(found: FoundFeatures, odd: Positions, starts: Positions, ends: Pos
         start = int(starts[record])
         raw = found.data[start : int(ends[record])].tobytes()
         try:
-            lists = {name: value for name, value in read_example(raw).items() if found.wants(name)}
+            every, listed = read_example(raw), read_feature_lists(raw)
+            if both := sorted({*every} & {*listed}):
+                raise Malformed(f"'{both[0]}' is a feature of its context and a feature list")
+            lists = {name: v for name, v in (every | listed).items() if found.wants(name)}
             pieces = {name: places_of(raw, *value) for name, value in lists.items()}
         except Malformed as problem:
             found.cut[record] = str(problem)
             continue
+        found.lists |= {*listed} & {*lists}
         for name, (kind, _) in lists.items():
             feature, places = found.feature(name), pieces[name]
             at, sizes = start + places[0][0] if places else start, [b - a for a, b in places]

@@ -46,10 +46,13 @@ def slowly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def as_lines(parsed: Parsed) -> list[str]:
-    """Rows as make.py writes them, apart from the kinds; `null` for the bad."""
+    """Rows as make.py writes them, apart from kinds and empty lists, which where others have one
+    value are missing ones; `null` for the bad."""
     lines = ["null"] * (len(parsed.rows) + len(parsed.bad))
     for record, row in zip(parsed.rows.tolist(), parsed.table.to_pylist(), strict=True):
-        lists = {k: v if isinstance(v, list) else [v] for k, v in row.items() if v is not None}
+        lists = {
+            k: v if isinstance(v, list) else [v] for k, v in row.items() if v not in (None, [])
+        }
         shown = {k: [x.hex() if isinstance(x, bytes) else x for x in v] for k, v in lists.items()}
         lines[record] = json.dumps(shown, sort_keys=True)
     return lines
@@ -57,9 +60,7 @@ def as_lines(parsed: Parsed) -> list[str]:
 
 def without_kinds(lines: str) -> list[str]:
     read = [json.loads(line) for line in lines.splitlines()]
-    return [
-        json.dumps(r and {k: v for k, (kind, v) in r.items() if kind}, sort_keys=True) for r in read
-    ]
+    return [json.dumps(r and {k: v for k, (_, v) in r.items() if v}, sort_keys=True) for r in read]
 
 
 def open_file(path: Path) -> Parsed:
@@ -320,7 +321,7 @@ def test_every_encoding_of_an_example_is_read(
         parsed = parse_all([raw for raw, _ in drawn])
     assert not parsed.bad
     said = [
-        {k: [v.hex() if isinstance(v, bytes) else v for v in vs] for k, vs in d.items()}
+        {k: [v.hex() if isinstance(v, bytes) else v for v in vs] for k, vs in d.items() if vs}
         for _, d in drawn
     ]
     assert as_lines(parsed) == [json.dumps(d, sort_keys=True) for d in said]
@@ -386,6 +387,77 @@ def test_a_record_that_does_not_fit_its_column_is_named() -> None:
     assert whats(pa.uint8())[6] == "feature 'a' does not fit its column, uint8"
     assert sorted(whats(pa.string())) == [0, 1, 4, 5, 6]
     assert sorted(whats(pa.binary())) == [0, 1, 4, 6]
+
+
+def test_no_value_where_others_have_one_is_a_missing_one() -> None:
+    records = [ints("a", 4), ints("a"), b"", ints("a", 5)]
+    for columns in (None, {"a": pa.int64()}):
+        parsed = parse_all(records, columns)
+        assert not parsed.bad and parsed.table["a"].type == pa.int64()
+        assert parsed.table["a"].to_pylist() == [4, None, None, 5]
+    assert parse_all([ints("a"), ints("a")]).table["a"].null_count == 2
+    ragged = parse_all([*records, ints("a", 1, 2)]).table["a"]
+    assert ragged.to_pylist() == [[4], [], None, [5], [1, 2]]
+
+
+# Feature lists.
+
+
+def delimited(tag: int, data: bytes) -> bytes:
+    return bytes([tag]) + varint(len(data)) + data
+
+
+def sequence(context: bytes, **lists: Sequence[bytes]) -> bytes:
+    """A SequenceExample: an Example, and lists of features by name."""
+    entries = b"".join(
+        delimited(0x0A, delimited(0x0A, name.encode()) + delimited(0x12, b"".join(steps)))
+        for name, steps in lists.items()
+    )
+    return context + delimited(0x12, entries)
+
+
+def steps(kind: int, *values: bytes) -> list[bytes]:
+    """Features of one value each."""
+    return [delimited(0x0A, delimited(kind << 3 | 2, delimited(0x0A, v))) for v in values]
+
+
+def test_feature_lists_are_lists() -> None:
+    floats = [struct.pack("<f", x) for x in (0.5, -1.0)]
+    records = [
+        sequence(ints("id", 1), words=steps(1, b"a", b"bc", b""), x=steps(2, *floats)),
+        sequence(ints("id", 2), words=steps(1, b"d"), x=steps(2, floats[0])),
+        sequence(ints("id", 3), words=[], tokens=steps(3, varint(7), varint(300))),
+        ints("id", 4),
+    ]
+    parsed = parse_all(records)
+    assert not parsed.bad
+    assert parsed.table.to_pydict() == {
+        "id": [1, 2, 3, 4],
+        "tokens": [None, None, [7, 300], None],
+        "words": [[b"a", b"bc", b""], [b"d"], None, None],
+        "x": [[0.5, -1.0], [0.5], None, None],
+    }
+    alone = parse_all(records[1:2]).table
+    assert alone["x"].to_pylist() == [[0.5]]  # of one step, and a list for all that
+
+
+def test_feature_lists_that_have_no_column_are_named() -> None:
+    two = delimited(0x0A, delimited(0x1A, delimited(0x0A, b"\x01\x02")))
+    none = delimited(0x0A, delimited(0x1A, b""))
+    records = [
+        sequence(ints("id", 1), a=steps(3, b"\x05")),
+        sequence(ints("id", 2), a=[*steps(3, b"\x05"), two]),
+        sequence(ints("id", 3), a=[none]),
+        sequence(ints("id", 4), a=[*steps(3, b"\x05"), *steps(1, b"x")]),
+        sequence(ints("a", 5), a=steps(3, b"\x05")),
+    ]
+    parsed = parse_all(records)
+    assert parsed.table["a"].to_pylist() == [[5]]
+    whats = [damage.what for damage in parsed.bad]
+    assert "feature list 'a' has 2 values at step 1" in whats[0]
+    assert "feature list 'a' has 0 values at step 0" in whats[1]
+    assert "steps of different kinds" in whats[2]
+    assert "'a' is a feature of its context and a feature list" in whats[3]
 
 
 def test_columns_are_those_asked_for() -> None:

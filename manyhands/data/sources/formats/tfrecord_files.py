@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: reportAttributeAccessIssue=false
 # (the functions of pyarrow.compute are made when it is imported)
-"""TFRecord files of tf.train.Examples.
+"""TFRecord files of tf.train.Examples and SequenceExamples.
 
 Local files are cut by following the lengths in the headers; a compressed or remote file is one
 chunk, read as a stream. Every checksum is checked. After a header that is damaged the next one
