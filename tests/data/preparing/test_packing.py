@@ -126,7 +126,7 @@ def test_missing_values_of_packed_columns(tmp_path: Path) -> None:
 
 def test_new_data_is_packed_alike(tmp_path: Path) -> None:
     source = measured(tmp_path / "rows.jsonl")
-    options = {**ROLES, "split": "none"}
+    options: dict[str, Any] = {**ROLES, "split": "none"}
     mh.prepare([source], tmp_path / "first", pack={"features": "*"}, **options)
     mh.prepare([source], tmp_path / "second", like=tmp_path / "first", workers=1)
     first, second = rows_of(tmp_path / "first"), rows_of(tmp_path / "second", "test")
@@ -141,6 +141,6 @@ def test_new_data_is_packed_alike(tmp_path: Path) -> None:
 
 def test_what_tells_records_apart_is_not_left_out(tmp_path: Path) -> None:
     source = measured(tmp_path / "rows.jsonl")
-    options = {"label": "target", "group": "user", "workers": 1}
+    options: dict[str, Any] = {"label": "target", "group": "user", "workers": 1}
     with pytest.raises(DataError, match="'user' is the group and is also left out"):
         mh.prepare([source], tmp_path / "out", drop=["u*"], **options)

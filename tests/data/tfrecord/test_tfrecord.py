@@ -190,7 +190,11 @@ def columns_of(rows: int) -> st.SearchStrategy[pa.Array]:
 
     def arrays(kind: pa.DataType, value: st.SearchStrategy[Any]) -> st.SearchStrategy[pa.Array]:
         values = st.lists(value, min_size=rows, max_size=rows)
-        return values.map(lambda v: pa.array(v, kind))
+
+        def made(drawn: list[Any]) -> pa.Array:
+            return pa.array(drawn, kind)
+
+        return values.map(made)
 
     shaped: list[st.SearchStrategy[pa.Array]] = []
     for kind, value in kinds:
@@ -349,7 +353,12 @@ def test_regular_records_are_not_read_one_by_one(monkeypatch: pytest.MonkeyPatch
         records.append(b"\x0a" + varint(len(body)) + body)
     calls: list[bytes] = []
     read = scan_features.read_example
-    monkeypatch.setattr(scan_features, "read_example", lambda raw: calls.append(raw) or read(raw))
+
+    def counted(raw: bytes) -> Any:
+        calls.append(raw)
+        return read(raw)
+
+    monkeypatch.setattr(scan_features, "read_example", counted)
     parsed = parse_all(records)
     assert len(calls) < 60
     assert as_lines(parsed) == as_lines(Parsed(table, parsed.rows, []))
