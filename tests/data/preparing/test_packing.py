@@ -54,9 +54,7 @@ def test_a_pattern_packs_features_alone_each_scaled_as_by_itself(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = measured(tmp_path / "rows.jsonl")
-    made = mh.prepare(
-        [source], tmp_path / "packed", pack={"features": "*"}, **ROLES | {"quiet": False}
-    )
+    made = mh.prepare([source], tmp_path / "packed", pack={"features": "*"}, quiet=False, **ROLES)
     assert "same; packed columns keep their places" in " ".join(capsys.readouterr().err.split())
     roles = {c.name: c.role for c in made.schema}
     assert roles == {
