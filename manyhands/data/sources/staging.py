@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from manyhands.data.columns.exact_integers import is_wide
 from manyhands.data.columns.schema import ID, RECORD_BITS, name_of, plain, type_of, unify
 from manyhands.data.sources.cutting.source import Bad, Chunk, Source
 from manyhands.values.errors import DataError
@@ -35,6 +36,8 @@ class Staged(msgspec.Struct, frozen=True):
     nbytes: int
     types: dict[str, str]
     """In the order of its columns."""
+    wide: list[str] = []
+    """Columns of whole numbers some of which no float64 is."""
 
 
 class Stage(msgspec.Struct, frozen=True):
@@ -72,7 +75,8 @@ def stage(
         path = Path(folder) / f"{number:06}-{len(pieces):04}.arrow"
         nbytes = write_table(path, table)
         kinds = {f.name: name_of(f.type) for f in table.schema if f.name != ID}
-        pieces.append(Staged(path.name, table.num_rows, nbytes, kinds))
+        wide = [name for name in kinds if is_wide(table.column(name))]
+        pieces.append(Staged(path.name, table.num_rows, nbytes, kinds, wide))
     bad_file = ""
     if bad:
         bad_file = f"{number:06}.bad"
@@ -141,6 +145,8 @@ def joined_types(
         name: name_of(unify(map(type_of, sorted(found)), one_is_list=one_is_list))
         for name, found in kinds.items()
     }
+    wide = {name for stage in stages for piece in stage.pieces for name in piece.wide}
+    joined |= {name: "string" for name in wide if "float" in joined[name]}  # else they are rounded
     return joined | {name: name_of(type_of(kind)) for name, kind in given.items()}
 
 

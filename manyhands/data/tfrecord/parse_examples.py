@@ -126,11 +126,12 @@ def _column(found: FoundFeatures, name: str, wanted: FeatureType | None) -> pa.A
     rows = np.flatnonzero(feature.kind == kind)
     values, counts, whole = _DECODERS[kind](found.data, feature, rows)
     _blame(found.cut, rows[~whole], f"feature '{name}': {CUT.get(kind)}")
+    inferred = wanted is None
     if wanted is None:
         listed = name in found.lists
         wanted = pa.list_(base) if listed else _shape(base, kind, counts[whole])
     shape = wanted
-    if inner_type(shape) == shape:  # no value where one is expected: it is missing
+    if inferred or inner_type(shape) == shape:  # no value: it is missing, however records are cut
         there = ~whole | (counts > 0)
         rows, counts, whole = rows[there], counts[there], whole[there]
     fits = whole & _fits(shape, counts)
@@ -153,12 +154,12 @@ def _blame(where: dict[int, str], records: Positions, what: str) -> None:
 
 
 def _shape(base: FeatureType, kind: int, counts: Positions) -> FeatureType:
-    """One value (or none: a missing one), a fixed number of them or a list, by how many there
-    always are."""
+    """One value, a fixed number of them or a list, by how many there always are, if any."""
+    counts = counts[counts > 0]
     least, most = (int(counts.min()), int(counts.max())) if counts.size else (1, 1)
-    if most <= 1:
+    if most == 1:
         return base
-    return pa.list_(base, most if least == most and most and kind != BYTES else -1)
+    return pa.list_(base, most if least == most and kind != BYTES else -1)
 
 
 def _fits(shape: FeatureType, counts: Positions) -> NDArray[np.bool_]:

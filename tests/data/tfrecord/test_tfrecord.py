@@ -406,7 +406,9 @@ def test_no_value_where_others_have_one_is_a_missing_one() -> None:
         assert parsed.table["a"].to_pylist() == [4, None, None, 5]
     assert parse_all([ints("a"), ints("a")]).table["a"].null_count == 2
     ragged = parse_all([*records, ints("a", 1, 2)]).table["a"]
-    assert ragged.to_pylist() == [[4], [], None, [5], [1, 2]]
+    assert ragged.to_pylist() == [[4], None, None, [5], [1, 2]]
+    asked = parse_all([*records, ints("a", 1, 2)], {"a": pa.list_(pa.int64())}).table["a"]
+    assert asked.to_pylist() == [[4], [], None, [5], [1, 2]]
 
 
 # Feature lists.

@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from manyhands.data.columns.arrays import whole
+from manyhands.data.columns.exact_integers import may_be_rounded
 from manyhands.data.sources.access import files
 from manyhands.data.sources.cutting.record_boundaries import (
     MAX_FIELD,
@@ -164,6 +165,9 @@ class Delimited:
         if table.num_rows != len(found) or pa.binary() in table.schema.types:  # not in UTF-8
             raise UnusualText
         columns = [whole(table[name]) for name in self.names]
+        guessed = zip(self.names, columns, strict=True)
+        if any(may_be_rounded(column) for name, column in guessed if name not in kinds):
+            raise UnusualText  # whole numbers beyond int64 are floats for Arrow's reader
         return self._typed(found, TextColumns(columns, np.arange(len(found))), types, file)
 
     def _exactly(self, found: FoundRecords, types: Types, file: str) -> TablePiece:

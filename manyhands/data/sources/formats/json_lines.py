@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.json as pa_json
 
 from manyhands.data.columns.arrays import whole
+from manyhands.data.columns.exact_integers import may_be_rounded
 from manyhands.data.sources.access import files
 from manyhands.data.sources.cutting.record_boundaries import (
     MAX_FIELD,
@@ -117,6 +118,8 @@ class JsonLines:
         columns: dict[str, pa.Array] = {}
         for name in self.ordered(table.column_names):
             column = whole(table[name])
+            if name not in types and may_be_rounded(column):
+                raise UnusualText  # whole numbers beyond int64 are floats for Arrow's reader
             if column.null_count < len(column):
                 columns[name] = _as(column, types[name] if name in types else _inferred(column))
         return TablePiece(_table(columns, len(found)), found.first + np.arange(len(found)))

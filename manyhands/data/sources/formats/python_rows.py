@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from manyhands.data.columns.exact_integers import fits_float64, fits_int64
 from manyhands.data.columns.schema import unify
 from manyhands.data.sources.values import arrow_casting
 
@@ -122,6 +123,12 @@ def _column(values: list[Any]) -> tuple[pa.Array, list[int]]:
         return _array(values), []
     except _REFUSALS:
         pass
+    whole = [value for value in values if isinstance(value, int)]
+    if any(not fits_int64(value) for value in whole) or (
+        any(isinstance(value, float) for value in values)
+        and any(not fits_float64(value) for value in whole)
+    ):  # rounded they would be others
+        values = [str(v) if isinstance(v, int | float) else v for v in values]
     singles = [_single(value) for value in values]
     failed = [row for row, single in enumerate(singles) if single is None]
     kind = unify(arrow_casting.ours(single.type) for single in singles if single is not None)

@@ -3,9 +3,10 @@
 # (the functions of pyarrow.compute are made when it is imported)
 """Tables of any Arrow types as pieces of ours; values that do not fit make their record bad.
 
-Structs become columns `a.b`, dictionaries their values, decimals float64, dates and times UTC
-microseconds; what has no place among our types (maps, lists of structs) becomes JSON text. A column
-whose type is given is converted to it. Invariant: rows in = rows of the piece + bad records.
+Structs become columns `a.b`, dictionaries their values, dates and times UTC microseconds; decimals
+and unsigned numbers int64 or float64 where these hold all of them exactly, and text where not; what
+has no place among our types (maps, lists of structs) becomes JSON text. A column whose type is
+given is converted to it. Invariant: rows in = rows of the piece + bad records.
 """
 
 import json
@@ -40,7 +41,7 @@ def piece_of(
     wrong: dict[int, Bad] = {}
     for name in flat.column_names:
         column = _settled(flat[name])
-        kind = types.get(name, ours(column.type))
+        kind = types.get(name, exact_kind(column))
         try:
             columns[name], failed = convert(column, kind)
         except pa.ArrowNotImplementedError:
@@ -85,6 +86,32 @@ def ours(kind: pa.DataType) -> pa.DataType:
             return pa.string()
         return plain(kind)
     return plain(kind)
+
+
+def exact_kind(column: pa.Array) -> pa.DataType:
+    """The type of ours that holds these very values; text, where no number type does."""
+    kind = column.type
+    if pa.types.is_decimal(kind):
+        return next((k for k in (pa.int64(), pa.float64()) if _is_exact(column, k)), pa.string())
+    if pa.types.is_uint64(kind) and not _is_exact(column, pa.int64()):
+        return pa.string()
+    if _is_list(kind) and kind.value_type in (pa.uint64(),):
+        inside = exact_kind(column.flatten())
+        return pa.string() if pa.types.is_string(inside) else ours(kind)
+    return ours(kind)
+
+
+def _is_exact(column: pa.Array, kind: pa.DataType) -> bool:
+    if pa.types.is_decimal(column.type) and pa.types.is_integer(kind) and column.type.scale > 0:
+        return False
+    try:
+        made = column.cast(kind)
+        if pa.types.is_integer(kind):
+            return True
+        back = made.cast(column.type, safe=False)
+    except pa.ArrowInvalid:
+        return False
+    return back.equals(column)
 
 
 def convert(column: pa.Array, kind: pa.DataType) -> tuple[pa.Array, list[int]]:

@@ -4,7 +4,8 @@
 """One line of JSON at a time: what is in it, what is wrong with it, and columns of such values.
 
 Nothing is taken silently: a key that is there twice, half a surrogate pair, anything but an object
-makes the record bad, as does a value that a given type cannot hold. -0 is 0.
+makes the record bad, as does a value that a given type cannot hold. -0 is 0. Whole numbers that
+neither int64 nor float64 holds exactly make their column text.
 """
 
 import json
@@ -15,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from manyhands.data.columns.exact_integers import fits_float64, fits_int64
 from manyhands.data.columns.schema import unify
 from manyhands.data.sources.cutting.record_boundaries import FoundRecords
 from manyhands.data.sources.values.csv_fields import decoded
@@ -30,11 +32,8 @@ _STEPS[[ord("{"), ord("[")]] = 1
 _STEPS[[ord("}"), ord("]")]] = -1
 _MARKS = _STEPS != 0
 _MARKS[_QUOTE] = True
-_INT_DIGITS = 18
-"""Numbers of so many digits are within 64 bits."""
-
-
-_KINDS = {bool: pa.bool_(), int: pa.int64(), float: pa.float64()}
+_MOST_DIGITS = 400
+"""Of a whole number; what has more is beyond all floats."""
 
 
 class BadRecord(Exception):
@@ -94,12 +93,10 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return made
 
 
-def _whole(digits: str) -> int | float:
-    if len(digits) <= _INT_DIGITS:
-        return int(digits)
-    if len(digits) <= _INT_DIGITS + 2 and -(2**63) <= int(digits) < 2**63:
-        return int(digits)
-    return float(digits)
+def _whole(digits: str) -> int:
+    if len(digits) > _MOST_DIGITS:
+        raise BadRecord(f"a whole number of {len(digits):,} digits")
+    return int(digits)
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_int=_whole)
@@ -119,16 +116,28 @@ def leaves(
 def kind_of_values(values: Sequence[Any]) -> pa.DataType:
     """The narrowest type that holds all of these."""
     there = set(map(type, values))
-    kinds = [kind for python, kind in _KINDS.items() if python in there]
+    kinds = [pa.bool_()] if bool in there else []
+    kinds.append(_kind_of_numbers(values))
     if str in there:
         texts = pa.array([value for value in values if isinstance(value, str)], pa.string())
         kinds.append(TIME if are_iso_times(texts) else pa.string())
     if list in there:
         inside = {type(item) for value in values if isinstance(value, list) for item in value}
         numbers = inside <= {int, float, type(None)}
-        inner = unify(kind for python, kind in _KINDS.items() if python in inside)
+        lists = (value for value in values if isinstance(value, list))
+        inner = _kind_of_numbers([item for value in lists for item in value])
+        numbers = numbers and not pa.types.is_string(inner)
         kinds.append(pa.list_(inner) if numbers else pa.string())
     return unify(kinds)
+
+
+def _kind_of_numbers(values: Sequence[Any]) -> pa.DataType:
+    """Of the numbers among these: int64, float64, or text where they would be rounded."""
+    whole = [value for value in values if type(value) is int]
+    mixed = any(type(value) is float for value in values)
+    if not mixed and all(map(fits_int64, whole)):
+        return pa.int64() if whole else pa.null()
+    return pa.float64() if all(map(fits_float64, whole)) else pa.string()
 
 
 def _is_number(value: Any) -> bool:
@@ -150,9 +159,9 @@ def fits(value: Any, kind: pa.DataType) -> bool:
         return isinstance(value, bool)
     if t.is_integer(kind):
         whole = isinstance(value, int) and not isinstance(value, bool)
-        return whole and (kind == pa.int64() or _holds(kind, value))
+        return whole and _holds(kind, value)
     if t.is_floating(kind):
-        return _is_number(value)
+        return _is_number(value) and (isinstance(value, float) or _is_float(value))
     if t.is_timestamp(kind):  # which texts are times is found for whole columns
         return isinstance(value, str) or _is_number(value)
     if t.is_binary(kind):
@@ -164,7 +173,17 @@ def fits(value: Any, kind: pa.DataType) -> bool:
     return False
 
 
+def _is_float(value: int) -> bool:
+    """Whether there are floats as large as this."""
+    try:
+        return bool(float(value)) or not value
+    except OverflowError:
+        return False
+
+
 def _holds(kind: pa.DataType, value: int) -> bool:
+    if kind == pa.int64():
+        return fits_int64(value)
     try:
         return pa.scalar(value, kind).is_valid
     except (pa.ArrowInvalid, OverflowError):
@@ -178,7 +197,8 @@ def array_of(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
         return pa.array([None if v is None else text_of(v) for v in values], kind)
     if t.is_timestamp(kind):
         texts = pa.array([v if isinstance(v, str) else None for v in values], pa.string())
-        whole = pa.array([v if isinstance(v, int) else None for v in values], pa.int64())
+        whole = pa.array([v if isinstance(v, int) and fits_int64(v) else None for v in values])
+        whole = whole.cast(pa.int64())
         real = pa.array([v if isinstance(v, float) else None for v in values], pa.float64())
         found = (all_times(texts), epoch_times(whole), epoch_times(real))
         return pc.coalesce(*found).cast(kind)

@@ -5,8 +5,9 @@
 
 White space around a value does not count, and some words mean that it is missing. The type that is
 inferred is the narrowest that holds every value: missing, int64, bool, time (ISO 8601 only),
-float64, string. Invariant: the type of a whole column is `schema.unify` of the types of its parts,
-so it does not depend on where a file is cut.
+float64, string. Whole numbers that neither int64 nor float64 holds exactly are text: an id that is
+rounded is another one. Invariant: the type of a whole column is `schema.unify` of the types of its
+parts, so it does not depend on where a file is cut.
 """
 
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from manyhands.data.columns.exact_integers import is_rounded
 from manyhands.data.columns.schema import name_of
 from manyhands.data.sources.values.dates_in_text import TIME, all_times, are_iso_times
 from manyhands.values.errors import DataError
@@ -36,6 +38,7 @@ _TRUTHS = pa.array(TRUE + FALSE, pa.string())
 _YESES = pa.array(_YES, pa.string())
 _NOES = pa.array(_NO, pa.string())
 _WHOLE = r"^-?[0-9]+$"
+_LONG_WHOLE = r"^[+-]?[0-9]{16,}$"
 _NUMBER = (
     r"(?i)^[+-]?(?:[0-9]+\.?[0-9]*(?:e[+-]?[0-9]+)?|\.[0-9]+(?:e[+-]?[0-9]+)?|inf|infinity|nan)$"
 )
@@ -67,7 +70,15 @@ def _are(texts: pa.Array, kind: pa.DataType) -> bool:
         return pc.all(pc.is_in(texts, value_set=_TRUTHS)).as_py()
     if pa.types.is_timestamp(kind):
         return are_iso_times(texts)
-    return not _wrong_numbers(texts, kind).any()
+    if _wrong_numbers(texts, kind).any():
+        return False
+    return pa.types.is_integer(kind) or not _would_be_rounded(texts)
+
+
+def _would_be_rounded(texts: pa.Array) -> bool:
+    """Whether a whole number of these is no float64."""
+    long = texts.filter(pc.match_substring_regex(texts, _LONG_WHOLE))
+    return any(is_rounded(digits) for digits in long.to_pylist())
 
 
 def converted(texts: pa.Array, kind: pa.DataType) -> tuple[pa.Array, NDArray[np.bool_]]:
