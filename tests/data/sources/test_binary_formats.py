@@ -6,7 +6,6 @@ import decimal
 import gzip
 import io
 import os
-from collections import namedtuple
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -465,7 +464,10 @@ def test_idx_files_that_do_not_belong_together(tmp_path: Path) -> None:
 
 # ---- what Python makes
 
-Point = namedtuple("Point", "x y")
+
+class Point(NamedTuple):
+    x: Any
+    y: Any
 
 
 @dataclass

@@ -248,7 +248,7 @@ def test_narrow_types_are_written_as_the_kinds_there_are() -> None:
     assert again.table.to_pylist() == [
         {"byte": [1, 2], "code": b"a", "flag": 1, "small": 1, "text": "ä".encode(), "wide": 1.5}
         | {"four": b"abcd", "when": 0},
-        {"byte": [], "code": b"b", "flag": 0, "small": None, "text": b"", "wide": np.inf}
+        {"byte": None, "code": b"b", "flag": 0, "small": None, "text": b"", "wide": np.inf}
         | {"four": b"1234", "when": 10**15},
     ]
     kinds = {f.name: f.type for f in table.drop(["wide", "code"]).schema}
