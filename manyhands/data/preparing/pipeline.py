@@ -38,6 +38,7 @@ from manyhands.data.sources.cutting.source import Bad, Source
 from manyhands.data.sources.formats.python_iterable import Spooled
 from manyhands.data.sources.open_sources import Options, open_sources
 from manyhands.data.sources.staging import read_bad, too_many
+from manyhands.data.sources.values.text_values import nulls_of
 from manyhands.data.splitting.split_rule import folds, parse_split
 from manyhands.values.byte_sizes import parse_bytes
 from manyhands.values.errors import DataError
@@ -87,6 +88,7 @@ def _options(request: Reading) -> Options:
         names=tuple(names.split(",") if isinstance(names, str) else names),
         encoding=request.encoding,
         null=tuple(request.null),
+        missing=tuple(nulls_of(request.null).to_pylist()),
         max_field=parse_bytes(request.max_field),
         unit=request.unit,
         window=request.window,

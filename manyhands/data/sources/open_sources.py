@@ -56,6 +56,9 @@ class Options:
     encoding: str = "utf-8"
     null: tuple[str, ...] = ()
     """Words for a missing value, beside the usual."""
+    missing: tuple[str, ...] = ()
+    """All words for a missing value, where values have types: JSON, Parquet, Arrow, TFRecord and
+    Python. Left out, text is what it is there."""
     max_field: int = 16 << 20
     """Bytes; a longer record is bad."""
     unit: str = "line"
@@ -86,7 +89,8 @@ def open_sources(given: Given, options: Options, *, spool: Path, target: int) ->
     for number, source in enumerate(_one_by_one(given)):
         if not isinstance(source, str):
             folder = spool / f"{number:03}"
-            found.append(spooled(_records(source), folder, target, options.names or None))
+            made = spooled(_records(source), folder, target, options.names or None)
+            found.append(replace(made, missing=options.missing))
             continue
         files = _files(source, options)
         last = found[-1] if found else None
@@ -265,7 +269,7 @@ def _made(
                 max_field=max_field,
             )
         case "jsonl":
-            return JsonLines.sniff(urls, max_field=max_field)
+            return JsonLines.sniff(urls, max_field=max_field, missing=options.missing)
         case "log":
             return AccessLog.sniff(urls, encoding=encoding, max_field=max_field)
         case "text":
@@ -277,11 +281,11 @@ def _made(
                 max_field=max_field,
             )
         case "parquet":
-            return Columnar(urls, "parquet", options.columns)
+            return Columnar(urls, "parquet", options.columns, missing=options.missing)
         case "arrow" | "stream":
-            return Columnar(urls, files.format, options.columns)
+            return Columnar(urls, files.format, options.columns, missing=options.missing)
         case "tfrecord":
-            return TFRecords(urls)
+            return TFRecords(urls, missing=options.missing)
         case "images":
             return Images.of(files.root, urls)
         case "idx":

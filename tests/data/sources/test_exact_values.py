@@ -12,6 +12,8 @@ import pytest
 import manyhands as mh
 from manyhands.data.shards.manifest import read_manifest
 from manyhands.data.shards.shard_formats import read_table
+from manyhands.data.tfrecord.framing import frame
+from manyhands.data.tfrecord.write_examples import encode
 
 BEYOND = [2**63 + 3 * i for i in range(200)]
 ROUNDED = [2**53 + 1 + 2 * i for i in range(200)]
@@ -112,3 +114,58 @@ def test_numbers_of_python_are_never_rounded(tmp_path: Path) -> None:
         mh.prepare(rows, tmp_path / name, id="id", workers=1, split="none")
         kind, found = read_ids(tmp_path / name)
         assert kind == "string" and set(found) == set(map(str, ids))
+
+
+# ---- missing
+
+
+WORDS = ["Private", "?", "NA", " None ", "", "State", "n/k", "Private"]
+"""Of these, six are missing."""
+
+
+def missing_rows(tmp_path: Path, kind: str) -> Any:
+    """The same records in a file of this kind."""
+    draw = [WORDS[i % len(WORDS)] for i in range(200)]
+    ages = ["?" if i % 5 == 0 else str(20 + i % 50) for i in range(200)]
+    table = pa.table({"work": draw, "age": ages, "y": [i % 3 for i in range(200)]})
+    path = tmp_path / f"rows.{kind}"
+    match kind:
+        case "csv":
+            lines = [f'"{r["work"]}",{r["age"]},{r["y"]}' for r in table.to_pylist()]
+            path.write_text("work,age,y\n" + "\n".join(lines) + "\n")
+        case "jsonl":
+            path.write_text("\n".join(map(json.dumps, table.to_pylist())) + "\n")
+        case "parquet":
+            pq.write_table(table, path)
+        case "arrow":
+            with pa.ipc.new_file(str(path), table.schema) as writer:
+                writer.write_table(table)
+        case "tfrecord":
+            path.write_bytes(frame(*encode(table)).tobytes())
+        case _:
+            return table.to_pylist()
+    return [path]
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet", "arrow", "tfrecord", "python"])
+def test_the_same_words_mean_missing_in_every_format(tmp_path: Path, kind: str) -> None:
+    made = mh.prepare(
+        missing_rows(tmp_path, kind),
+        tmp_path / "out",
+        label="y",
+        types={} if kind == "jsonl" else {"age": "int"},  # a text in JSON is no number
+        null=["n/k"],
+        split="none",
+        workers=1,
+    )
+    assert sorted(made.encoders["work"]["values"]) == ["Private", "State"]
+    assert made.statistics["work"]["missing"] == 125
+    assert made.statistics["age"]["missing"] == 40
+    assert made.statistics["age"]["count"] == 160
+
+
+def test_text_in_a_text_file_is_what_it_is(tmp_path: Path) -> None:
+    source = tmp_path / "lines.txt"
+    source.write_text("None\nNA\n?\nwords\n" * 30)
+    made = mh.prepare([source], tmp_path / "out", input_format="text", split="none", workers=1)
+    assert made.statistics["text"]["missing"] == 0

@@ -44,9 +44,10 @@ from manyhands.data.sources.values.json_values import (
     text_of,
     without_minus_zero,
 )
-from manyhands.data.sources.values.text_values import misfit
+from manyhands.data.sources.values.text_values import misfit, without_words
 
 _OPEN, _CLOSE = ord("{"), ord("}")
+_SPACE = " \t\n\r\v\f"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +61,13 @@ class JsonLines:
     """The keys that lead to strings which are times: Arrow's reader is to leave them alone."""
     limit: int = MAX_FIELD
     notes: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    """Words for a missing value."""
 
     @classmethod
-    def sniff(cls, urls: Sequence[str], *, max_field: int = MAX_FIELD) -> "JsonLines":
+    def sniff(
+        cls, urls: Sequence[str], *, max_field: int = MAX_FIELD, missing: Sequence[str] = ()
+    ) -> "JsonLines":
         url, head = sniffing.head_of(urls)
         sniffing.check_line_ends(url, head)
         lines = head[sniffing.skip_bom(url, head) :].splitlines()
@@ -74,12 +79,14 @@ class JsonLines:
             try:
                 for path, value in leaves(record_of(line, 0)):
                     name = ".".join(path)
+                    if isinstance(value, str) and value.strip(_SPACE) in missing:
+                        continue
                     columns.setdefault(name, []).append(value)
                     paths[name] = path
             except BadRecord:
                 continue
         times = tuple(paths[n] for n, values in columns.items() if kind_of_values(values) == TIME)
-        return cls(tuple(urls), tuple(columns), times, max_field)
+        return cls(tuple(urls), tuple(columns), times, max_field, missing=tuple(missing))
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -117,7 +124,7 @@ class JsonLines:
             raise UnusualText
         columns: dict[str, pa.Array] = {}
         for name in self.ordered(table.column_names):
-            column = whole(table[name])
+            column = without_words(whole(table[name]), self.missing)
             if name not in types and may_be_rounded(column):
                 raise UnusualText  # whole numbers beyond int64 are floats for Arrow's reader
             if column.null_count < len(column):
@@ -130,7 +137,8 @@ class JsonLines:
         bad: list[Bad] = []
         for i in range(len(found)):
             try:
-                values = _values(found.record(i), found.start + int(found.begins[i]), types)
+                start = found.start + int(found.begins[i])
+                values = _values(found.record(i), start, types, self.missing)
             except BadRecord as error:
                 bad.append(found.bad(file, i, str(error)))
                 continue
@@ -164,12 +172,15 @@ class JsonLines:
         return sorted(names, key=lambda name: (place.get(name, len(place)), name))
 
 
-def _values(raw: bytes, byte: int, types: Types) -> dict[str, Any]:
+def _values(raw: bytes, byte: int, types: Types, missing: Sequence[str]) -> dict[str, Any]:
     """The values of a record by column; BadRecord when it has none that could be used."""
     found = [(".".join(path), value) for path, value in leaves(record_of(raw, byte))]
     values = dict(found)
     if len(values) < len(found):
         raise BadRecord("two of its keys make the same column")
+    if missing:
+        words = {n for n, v in found if isinstance(v, str) and v.strip(_SPACE) in missing}
+        values = {name: value for name, value in values.items() if name not in words}
     for name, value in values.items():
         if name in types and not fits(value, types[name]):
             raise BadRecord(misfit(name, text_of(value), types[name]))

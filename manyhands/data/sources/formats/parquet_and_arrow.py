@@ -64,6 +64,8 @@ class Columnar:
     columns: tuple[str, ...] = ()
     """Only these; all when empty."""
     notes: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    """Words for a missing value."""
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -88,7 +90,8 @@ class Columnar:
             for table in _gathered(batches, target_bytes):
                 numbers = np.arange(first, first + len(table), dtype=np.int64)
                 first += len(table)
-                yield piece_of(self._whole(table, url), numbers, file=shown(url), types=types)
+                table, file = self._whole(table, url), shown(url)
+                yield piece_of(table, numbers, file=file, types=types, missing=self.missing)
 
     def _is_mapped(self, url: str, target_bytes: int) -> bool:
         """A mapped stream stays in memory as far as it was read; one with huge batches has to."""

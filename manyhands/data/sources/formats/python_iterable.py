@@ -52,6 +52,8 @@ class Spooled:
     parts: tuple[SpooledFile, ...]
     digest: str
     notes: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    """Words for a missing value."""
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -66,7 +68,9 @@ class Spooled:
                 table = pa.ipc.open_file(source).read_all()
                 last = table.num_columns - 1
                 numbers, table = table.column(last).to_numpy(), table.remove_column(last)
-                yield piece_of(table, numbers, file=NAME, types=types, bad=part.bad)
+                yield piece_of(
+                    table, numbers, file=NAME, types=types, bad=part.bad, missing=self.missing
+                )
 
 
 def spool(

@@ -47,6 +47,8 @@ _EMPTY = np.empty(0, dtype=np.int64)
 class TFRecords:
     urls: tuple[str, ...] = field(repr=False)  # they may hold secrets
     notes: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    """Words for a missing value."""
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -70,7 +72,7 @@ class TFRecords:
             first = chunk.first
             forward = _Forward(file, 0)
             for stretch in _stretches(forward, chunk.start, chunk.stop, target_bytes):
-                yield _piece(stretch, shown(url), first, types)
+                yield _piece(stretch, shown(url), first, types, self.missing)
                 first += stretch.records
 
 
@@ -179,7 +181,9 @@ def _next_header(data: bytes) -> int | None:
     return None
 
 
-def _piece(stretch: _Stretch, file: str, first: int, types: Types) -> TablePiece:
+def _piece(
+    stretch: _Stretch, file: str, first: int, types: Types, missing: tuple[str, ...]
+) -> TablePiece:
     damaged = check(stretch.data, stretch.starts, stretch.lengths)
     good = np.delete(np.arange(len(stretch.starts)), damaged)
     starts, lengths = stretch.starts[good], stretch.lengths[good]
@@ -194,14 +198,22 @@ def _piece(stretch: _Stretch, file: str, first: int, types: Types) -> TablePiece
     if not len(rows):
         return TablePiece(pa.table({}), _EMPTY, sorted(bad, key=lambda b: b.record))
     table = _with_text(parsed.table, types)
-    return piece_of(table, first + rows, file=file, types=types, places=places[rows], bad=bad)
+    return piece_of(
+        table,
+        first + rows,
+        file=file,
+        types=types,
+        places=places[rows],
+        bad=bad,
+        missing=missing,
+    )
 
 
 def _with_text(table: pa.Table, types: Types) -> pa.Table:
     """Bytes that are all readable text as text: Examples do not tell the one from the other."""
     for i, name in enumerate(table.column_names):
         values = table.column(i)
-        if name in types:
+        if pa.types.is_binary(types.get(name, pa.null())):
             continue
         if values.type == pa.binary() and _is_text(values):
             table = table.set_column(i, name, values.cast(pa.string()))

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from manyhands.data.columns.schema import plain
 from manyhands.data.sources.cutting.source import Bad, TablePiece, Types
 from manyhands.data.sources.values.dates_in_text import all_times, epoch_times
+from manyhands.data.sources.values.text_values import without_words
 from manyhands.values.errors import DataError
 
 TEXT_LENGTH = 60
@@ -34,13 +35,15 @@ def piece_of(
     types: Types,
     places: NDArray[np.int64] | None = None,
     bad: Sequence[Bad] = (),
+    missing: Sequence[str] = (),
 ) -> TablePiece:
-    """The table with our types. `places` has the byte of each row; `bad` was found before."""
+    """The table with our types. `places` has the byte of each row; `bad` was found before; text
+    that is one of `missing` is null."""
     flat = flattened(table, file)
     columns: dict[str, pa.Array] = {}
     wrong: dict[int, Bad] = {}
     for name in flat.column_names:
-        column = _settled(flat[name])
+        column = without_words(_settled(flat[name]), missing)
         kind = types.get(name, exact_kind(column))
         try:
             columns[name], failed = convert(column, kind)

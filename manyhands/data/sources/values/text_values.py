@@ -52,6 +52,15 @@ def cleaned(texts: pa.Array, nulls: pa.Array) -> pa.Array:
     return pc.if_else(missing, _NOTHING, texts) if pc.any(missing).as_py() else texts
 
 
+def without_words(texts: pa.Array, words: Sequence[str]) -> pa.Array:
+    """Text as it is, but null where it is one of these words."""
+    if not words or not pa.types.is_string(texts.type):
+        return texts
+    bare = pc.ascii_trim_whitespace(texts)
+    missing = pc.is_in(bare, value_set=pa.array(words, pa.string()))
+    return pc.if_else(missing, _NOTHING, texts) if pc.any(missing).as_py() else texts
+
+
 def inferred(texts: pa.Array) -> pa.DataType:
     """The type of a clean column."""
     there = texts.drop_null() if texts.null_count else texts
