@@ -14,11 +14,12 @@ from manyhands.cli.options_from_requests import options_of
 from manyhands.cli.printing import to_json
 from manyhands.cli.shared_arguments import JsonFlag, QuietFlag
 from manyhands.cli.standard_files import show
-from manyhands.values.errors import RequestError, RunFailed
+from manyhands.values.errors import RunFailed
 from manyhands.values.planned_faults import FaultPlan
 from manyhands.values.report import Report
 from manyhands.values.run_folder import new_run_path, open_run
 from manyhands.values.run_options import ResumeRequest, RunRequest, Where
+from manyhands.values.shell_commands import command_line
 
 if TYPE_CHECKING:
     from manyhands.stories.train import Attached
@@ -48,27 +49,10 @@ def train(
 def _train_folds(request: RunRequest, json: bool) -> None:
     from manyhands.stories.cross_validate import train_folds
 
-    if request.samples_per_second is not None or request.finish_by is not None:
-        raise RequestError("--fold all trains several runs: it takes no wished speed or time.")
-    elsewhere = request.asks_for_hosts or request.engine != "local"
-    if elsewhere:
-        raise RequestError(
-            "--fold all trains on this host: it takes no --engine, --hosts or --listen."
-        )
-    workers = request.workers
-    if workers is not None and not str(workers).isdigit():
-        raise RequestError("--fold all needs a plain number of workers for each fold.")
     file = Path(str(request.task))
     folder = Path(request.to) if request.to else new_run_path(Path("runs"), f"{file.stem}-folds")
-    each = None if workers is None else int(workers)
     hush = request.quiet or json
-    folded = train_folds(
-        file,
-        folder,
-        workers=each,
-        settings=request.settings,
-        say=(lambda _: None) if hush else print,
-    )
+    folded = train_folds(request, folder, say=(lambda _: None) if hush else print)
     if json:
         print(to_json(folded))
     elif not request.quiet:
@@ -111,8 +95,9 @@ def demo(
     if not quiet:
         same = "the same bits" if again.fingerprint == report.fingerprint else "DIFFERENT"
         print(f"fingerprint  {again.fingerprint}  {same}")
-        print(f"\nNothing lost, nothing twice:  manyhands ledger {report.run} --check")
-        print(f"Look again:                   manyhands status {report.run}")
+        run = Path(report.run)
+        print(f"\nNothing lost, nothing twice:  {command_line('ledger', run, '--check')}")
+        print(f"Look again:                   {command_line('status', run)}")
     if again.fingerprint != report.fingerprint or report.recoveries != 1:
         raise RunFailed("the demo's two runs differ; please report this.")
 

@@ -37,6 +37,7 @@ from manyhands.values.credentials import new_secret
 from manyhands.values.errors import Interrupted, RunDirError, RunFailed
 from manyhands.values.report import Report
 from manyhands.values.run_folder import RunDir, keep_free, locked, write_whole
+from manyhands.values.shell_commands import command_line
 from manyhands.values.verdict import Cause, explain
 from manyhands.values.worker_orders import Orders, Parcel
 
@@ -77,9 +78,10 @@ def _planned(job: ResolvedRun, launcher: Launcher, records: Records) -> Plan:
 
 def _refuse_if_finished(job: ResolvedRun, made: Plan, resume: int | None) -> None:
     if resume is not None and resume >= made.steps.value:
+        longer = command_line("resume", job.run.root, "--set", "train.epochs=...")
         raise RunDirError(
             f"{job.run.root} is finished (step {resume} of {made.steps.value}). To train longer: "
-            f"manyhands resume {job.run.root} --set train.epochs=... (or train.steps=...)"
+            f"{longer} (or train.steps=...)"
         )
 
 

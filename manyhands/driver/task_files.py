@@ -17,6 +17,7 @@ from manyhands.evaluation.early_stopping import criterion
 from manyhands.values.config import EFFECTS, RunConfig, changed, read_toml, to_toml
 from manyhands.values.errors import CheckpointDamaged, CheckpointMismatch, ConfigError, RunDirError
 from manyhands.values.run_folder import RunDir, open_run, write_whole
+from manyhands.values.shell_commands import command_line
 from manyhands.values.task import Loaded, Task, load_task
 from manyhands.values.version import VERSION
 
@@ -153,7 +154,7 @@ def refuse_changes(run: RunDir, before: RunConfig, after: RunConfig) -> None:
             raise ConfigError(
                 f"--set {setting}={now}: {setting} is part of the result, and the steps that "
                 f"{run.root} has taken were taken with {setting} {said}. A run keeps it for life; "
-                f"start a new one: manyhands train ... --set {setting}={now}"
+                f"start a new one: {command_line('train', 'FILE', '--set', f'{setting}={now}')}"
                 f"{_instead_of(setting, run)}"
             )
 
@@ -164,7 +165,8 @@ def _instead_of(setting: str, run: RunDir) -> str:
         return " (not from these weights: they have seen what that fold holds out)."
     if setting == "train.start_from":
         return "."
-    return f" (from these weights: --set train.start_from={shlex.quote(str(run.root))})."
+    given = shlex.quote(f"train.start_from={run.root}")
+    return f" (from these weights: --set {given})."
 
 
 def name_of(loaded: Loaded) -> str:

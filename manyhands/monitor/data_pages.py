@@ -11,6 +11,7 @@ from rich.text import Text
 
 from manyhands.values.byte_sizes import shown_bytes
 from manyhands.values.data_summary import ColumnSummary, DataSummary, LeakageSummary, SplitSummary
+from manyhands.values.shell_commands import command_line
 from manyhands.values.wrap_text import WIDTH, wrapped
 
 LABELS_SHOWN = 12
@@ -30,7 +31,7 @@ def show_data(data: DataSummary, *, notes: bool = True) -> None:
         _show_leakage(console, data.leakage)
         for hint in data.hints:
             _say(console, hint)
-        _say(console, f"Look at one: manyhands data {data.folder}/fold-0")
+        _say(console, f"Look at one: {command_line('data', f'{data.folder}/fold-0')}")
         return
     total = sum(split.records for split in data.splits)
     nbytes = sum(split.nbytes for split in data.splits)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All folds of one task: a run for each, as many side by side as there are cores, then the mean.
+"""All folds of one task: a run for each, on this host as many side by side as there are cores, then
+the mean.
 
 Each run is a command of its own, in a folder of its own, so that one that fails or is stopped can
 be looked at and resumed like any other. Finished ones are not run again.
@@ -10,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +20,14 @@ import msgspec
 from manyhands.data.reading.prepared_data import PreparedData
 from manyhands.data.shards.manifest import read_manifest
 from manyhands.data.shards.prepared_url import RemoteFolder, folder_of
-from manyhands.values.errors import RunFailed, TaskError
+from manyhands.driver.task_files import load
+from manyhands.values.config import EFFECTS, RunConfig, changed, read_toml
+from manyhands.values.errors import RequestError, RunFailed, TaskError
 from manyhands.values.machine import usable_cores
+from manyhands.values.option_fields import command_option
 from manyhands.values.report import Report
 from manyhands.values.run_folder import RunDir, write_whole
-from manyhands.values.task import load_task
+from manyhands.values.run_options import RunRequest
 
 SUMMARY = "folds.json"
 
@@ -35,20 +40,25 @@ class Folded(msgspec.Struct, frozen=True):
     deviations: dict[str, float]
 
 
-def train_folds(
-    file: Path,
-    to: Path,
-    *,
-    workers: int | None,
-    settings: Sequence[str],
-    say: Callable[[str], None],
-) -> Folded:
-    folds = _folds_of(file)
-    each = workers or max(1, usable_cores() // folds)
-    side_by_side = max(1, usable_cores() // each)
+REFUSED = {
+    "listen": "hosts that join leave with the run that they joined, which is the first fold's",
+    "finish_by": "one time cannot be kept by several runs",
+}
+"""Options of `train` that mean nothing for several runs, and why."""
+
+
+def train_folds(request: RunRequest, to: Path, *, say: Callable[[str], None]) -> Folded:
+    """`request` is that of `train`, for every fold; its task is a file."""
+    for name, why in REFUSED.items():
+        if getattr(request, name) is not None:
+            raise RequestError(f"--fold all takes no --{name.replace('_', '-')}: {why}.")
+    file = Path(str(request.task))
+    loaded, config = load(file)
+    folds = _folds_of(loaded.task.data)
+    each, side_by_side = _room(request, folds)
 
     def train(fold: int) -> Report:
-        report = _train(file, to / f"fold-{fold}", fold, each, settings)
+        report = _train(request.but(workers=each), config, to / f"fold-{fold}", fold)
         say(f"fold {fold}  " + "  ".join(f"{k} {v:.4f}" for k, v in report.scores.items()))
         return report
 
@@ -59,8 +69,18 @@ def train_folds(
     return folded
 
 
-def _folds_of(file: Path) -> int:
-    data: Any = load_task(file).task.data
+def _room(request: RunRequest, folds: int) -> tuple[int | str | None, int]:
+    """Workers of each fold, and how many folds are trained at a time. Where the workers are not
+    ours to count (on other hosts, on Ray, as many as a speed takes), folds come one by one."""
+    counted = request.workers is None or str(request.workers).isdigit()
+    local = request.engine == "local" and not request.asks_for_hosts
+    if not local or not counted or request.samples_per_second is not None:
+        return request.workers, 1
+    each = int(request.workers or max(1, usable_cores() // folds))
+    return each, max(1, usable_cores() // max(1, each))
+
+
+def _folds_of(data: Any) -> int:
     folder = data.folder if isinstance(data, PreparedData) else data
     if isinstance(folder, str):
         folder = folder_of(folder)
@@ -71,19 +91,44 @@ def _folds_of(file: Path) -> int:
     return folds
 
 
-def _train(file: Path, to: Path, fold: int, workers: int, settings: Sequence[str]) -> Report:
-    done = RunDir(to).report
-    if done.exists():
-        return msgspec.json.decode(done.read_bytes(), type=Report)
-    sets = [part for setting in settings for part in ("--set", setting)]
-    what = ["resume", str(to)] if (to / "config.toml").exists() else ["train", str(file)]
-    if what[0] == "train":
-        what += ["--to", str(to), "--fold", str(fold), *sets]
-    command = [sys.executable, "-m", "manyhands", *what, "--workers", str(workers), "--json"]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+def _train(request: RunRequest, config: RunConfig, to: Path, fold: int) -> Report:
+    run = RunDir(to)
+    if run.report.exists():
+        _refuse_another(run, config.with_settings([*request.settings, f"data.fold={fold}"]))
+        return msgspec.json.decode(run.report.read_bytes(), type=Report)
+    command = fold_command(request, to, fold, resumed=run.config.exists())
+    ended = subprocess.run(
+        [sys.executable, "-m", "manyhands", *command], capture_output=True, text=True, check=False
+    )
     if ended.returncode != 0:
         raise RunFailed(f"fold {fold} failed ({to}).\n{ended.stderr.strip()}")
     return msgspec.json.decode(ended.stdout, type=Report)
+
+
+def fold_command(request: RunRequest, to: Path, fold: int, *, resumed: bool) -> list[str]:
+    """What trains one fold, or goes on with it: every option that was given is passed on."""
+    what = ["resume"] if resumed else ["train", "--to", str(to), "--fold", str(fold)]
+    for each in fields(request):
+        how, value = command_option(each), getattr(request, each.name)
+        if how is None or how.argument or each.name in ("to", "quiet") or value == each.default:
+            continue
+        flag = (how.flags or (f"--{each.name.replace('_', '-')}",))[0]
+        if how.type is bool:
+            what.append(flag)
+        else:
+            what += [f"{flag}={one}" for one in (value if how.many else [value])]
+    return [*what, "--json", "--", str(to if resumed else request.task)]
+
+
+def _refuse_another(run: RunDir, wanted: RunConfig) -> None:
+    """A fold that is done is not trained again; but it must be the one that is asked for."""
+    before, _ = read_toml(run.config)
+    for setting, (was, now) in changed(before, wanted).items():
+        if EFFECTS[setting] != "nothing":
+            raise RequestError(
+                f"{run.root} is finished, and was trained with {setting} = {was}; now it would be "
+                f"{now}. Give another --to, or remove that folder."
+            )
 
 
 def _together(reports: Sequence[Report]) -> Folded:

@@ -27,6 +27,9 @@ Errors cross processes, so the parameters go to `super().__init__` and the sente
 """
 
 from collections.abc import Sequence
+from pathlib import Path
+
+from manyhands.values.shell_commands import command_line
 
 
 class ManyhandsError(Exception):
@@ -185,4 +188,5 @@ class Interrupted(ManyhandsError):
         run, step = self.args
         if step is None:
             return f"interrupted before anything was saved; {run} can be deleted"
-        return f"interrupted; step {step} is saved. Continue with: manyhands resume {run}"
+        again = command_line("resume", Path(run))
+        return f"interrupted; step {step} is saved. Continue with: {again}"

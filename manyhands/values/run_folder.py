@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from manyhands.values.errors import RunDirError
+from manyhands.values.shell_commands import command_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,7 @@ class RunDir:
                 ) from None
             hint = "give another --to"
             if self.config.exists():
-                hint = f"continue it with: manyhands resume {self.root} - or {hint}"
+                hint = f"continue it with: {command_line('resume', self.root)} - or {hint}"
             raise RunDirError(f"the run folder {self.root} already exists; {hint}.") from None
         except OSError as error:
             raise RunDirError(f"cannot create the run folder {self.root}: {error}") from error

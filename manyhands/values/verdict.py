@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 
 from manyhands.values.machine import most_open_files, open_files
+from manyhands.values.shell_commands import command_line
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,7 +81,8 @@ class Verdict(Failure, frozen=True, kw_only=True):
             )
             return "\n".join(lines)
         if self.saved is not None:
-            lines.append(f"  saved     step {self.saved}; continue: manyhands resume {self.run}")
+            again = command_line("resume", Path(self.run))
+            lines.append(f"  saved     step {self.saved}; continue: {again}")
         else:
             lines.append(
                 "  saved     nothing; a [checkpoint] section with every_steps saves on the way"

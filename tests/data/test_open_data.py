@@ -35,6 +35,7 @@ from manyhands.launch.engines.launcher import Launcher
 from manyhands.stories import cross_validate
 from manyhands.values.config import DataConfig
 from manyhands.values.errors import ConfigError, DataDamaged, DataError, RunFailed, TaskError
+from manyhands.values.task import load_task
 from tests.support.prepared_folders import fixed, write_folder
 from tests.support.web import SECRETS, Web
 
@@ -194,7 +195,7 @@ def test_folds_and_other_held_out_data_behind_urls(
             "    model=lambda: torch.nn.Linear(1, 1),\n"
             "    optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1))\n"
         )
-        assert cross_validate._folds_of(task) == 2
+        assert cross_validate._folds_of(load_task(task).task.data) == 2
 
 
 # ---- settings

@@ -17,6 +17,7 @@ from manyhands.data.encoding.pack_columns import matching
 from manyhands.values.byte_sizes import parse_bytes
 from manyhands.values.errors import DataError
 from manyhands.values.prepare_options import Pairs, PrepareRequest
+from manyhands.values.shell_commands import command_line
 
 ShardFormat = Literal["arrow", "parquet", "tfrecord"]
 Balance = Literal["", "weight", "under", "over"]
@@ -171,8 +172,8 @@ def refuse_finished(folder: Path) -> None:
     """Data that somebody may be training on is never written over."""
     if (folder / MANIFEST).exists():
         raise DataError(
-            f"{folder} already holds a prepared data set. Look at it with `manyhands data {folder}`"
-            ", choose another folder, or remove it first."
+            f"{folder} already holds a prepared data set. Look at it with "
+            f"`{command_line('data', folder)}`, choose another folder, or remove it first."
         )
     if folder.exists() and not folder.is_dir():
         raise DataError(f"{folder} is a file.")

@@ -12,6 +12,7 @@ from manyhands.data.shards.prepared_url import FolderOrUrl
 from manyhands.data.sources.access.url_secrets import is_url, shown
 from manyhands.values.errors import DataError
 from manyhands.values.run_folder import write_whole
+from manyhands.values.shell_commands import command_line
 
 VERSION = 1
 
@@ -110,5 +111,5 @@ def _missing(folder: str) -> str:
         )
     return (
         f"{folder} is not a prepared data set (it has no {MANIFEST}). Make one with: "
-        f"manyhands prepare SOURCE --to {folder}"
+        f"{command_line('prepare', 'SOURCE', '--to', Path(folder))}"
     )

@@ -18,6 +18,7 @@ from manyhands.data.shards.damaged_blocks import check_blocks, checksums_of, map
 from manyhands.data.shards.manifest import ShardInfo
 from manyhands.data.shards.shard_columns import Ragged, columns_of
 from manyhands.values.errors import DataDamaged
+from manyhands.values.shell_commands import command_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ def _sentence(path: Path, found: Sequence[object]) -> str:
     shown = "; ".join(str(damage) for damage in found[:3])
     more = f"; and {len(found) - 3} more places" if len(found) > 3 else ""
     return (
-        f"{path} is damaged. {shown}{more}. Look at the whole data set with: manyhands data "
-        f"{path.parent} --verify; then copy this file again from where it came, or prepare the "
-        "data again."
+        f"{path} is damaged. {shown}{more}. Look at the whole data set with: "
+        f"{command_line('data', path.parent, '--verify')}; then copy this file again from where "
+        "it came, or prepare the data again."
     )
