@@ -18,6 +18,7 @@ import msgspec
 
 from manyhands.accounting.deal_micro_batches import cut
 from manyhands.values.errors import RunDirError
+from manyhands.values.kernels import Kernels
 from manyhands.values.run_folder import naming, sync_folder
 
 EpochStretch = tuple[int, int, int]
@@ -83,7 +84,14 @@ class Rewound(LedgerEntry, frozen=True):
     step: int
 
 
-AnyEntry = Opened | Committed | SettingsChanged | StepSkipped | Rewound
+class Computing(LedgerEntry, frozen=True):
+    """From step `step` on these kernels compute; more than one where hosts are unlike."""
+
+    step: int
+    kernels: list[Kernels]
+
+
+AnyEntry = Opened | Committed | SettingsChanged | StepSkipped | Rewound | Computing
 
 
 # ---- the file
@@ -131,6 +139,14 @@ class Book:
         self.ledger, self.opened = ledger, opened
         self.range: Committed | None = None
         self.changes: list[SettingsChanged] = []
+        self.kernels: list[Kernels] = []
+        """Those that computed last, as far as they are known."""
+
+    def computed_by(self, step: int, kernels: list[Kernels]) -> None:
+        """From `step` on these compute."""
+        if kernels and kernels != self.kernels:
+            self.kernels = kernels
+            self.ledger.write(Computing(step, kernels))
 
     def change(self, step: int, settings: dict[str, Any]) -> None:
         """Settings are in force from `step` on; durable on return."""
@@ -194,6 +210,7 @@ def old_book(path: Path, opened: Opened, step: int, given: frozenset[str]) -> tu
     ledger.sync()
     numbers = [n for e in entries if isinstance(e, Committed) for n in e.workers]
     book = Book(ledger, opened)
+    book.kernels = computing_at(entries, step)
     book.changes = [
         SettingsChanged(c.step, {k: v for k, v in c.settings.items() if k not in given})
         for c in changes_after(entries, 0)
@@ -274,6 +291,18 @@ def skipped(entries: Sequence[AnyEntry]) -> list[int]:
         elif isinstance(entry, Rewound):
             steps = {step for step in steps if step < entry.step}
     return sorted(steps)
+
+
+def computing_at(entries: Sequence[AnyEntry], step: int) -> list[Kernels]:
+    """What computed the step before `step`; empty when nobody wrote it down."""
+    found: list[Computing] = []
+    for entry in entries:
+        if isinstance(entry, Computing):
+            found.append(entry)
+        elif isinstance(entry, Rewound):
+            found = [computing for computing in found if computing.step < entry.step]
+    before = [computing for computing in found if computing.step < max(1, step)]
+    return before[-1].kernels if before else []
 
 
 def changes_of(entries: Sequence[AnyEntry]) -> list[SettingsChanged]:

@@ -16,6 +16,7 @@ from manyhands.accounting.deal_micro_batches import cut, deal, steps_per_epoch
 from manyhands.accounting.ledger import (
     AnyEntry,
     Committed,
+    Computing,
     EpochStretch,
     Opened,
     Rewound,
@@ -149,6 +150,8 @@ def _sequence(entries: Sequence[AnyEntry]) -> Iterator[tuple[int, str]]:
                 if not 0 <= step <= done:
                     yield line, f"a rewind to step {step}, but only {done} steps were done."
                 done, before = max(0, min(step, done)), None  # a resumed run counts views anew
+            case Computing():
+                pass  # testimony
             case Committed(first, stop):
                 if first > done:
                     yield line, f"steps [{done}, {first}) are missing before [{first}, {stop})."

@@ -157,7 +157,8 @@ def show_replay(found: "Replayed", *, as_json: bool) -> None:
         shown = found.differences[:10]
         more = len(found.differences) - len(shown)
         shown += [f"... and {more} more"] * bool(more)
-        raise RunFailed("The replay differs:\n  " + "\n  ".join(shown))
+        why = f"\n{found.otherwise[0].upper()}{found.otherwise[1:]}." if found.otherwise else ""
+        raise RunFailed("The replay differs:\n  " + "\n  ".join(shown) + why)
     if found.damaged:
         raise RunFailed("There is nothing to compare with:\n  " + "\n  ".join(found.damaged))
     if not (found.compared_losses or found.compared_weights):

@@ -40,6 +40,7 @@ from manyhands.values.errors import (
     RequestError,
     RunFailed,
 )
+from manyhands.values.kernels import Kernels, otherwise
 from manyhands.values.messages import Beat, SavedFile, Settings, View
 from manyhands.values.report import Report
 from manyhands.values.run_folder import write_whole
@@ -65,6 +66,8 @@ class Bookkeeping:
         self.passed_over = -1
         """The last step that was written down."""
         self.incidents = 0
+        self.compared = False
+        """Whether these machines were compared with those of the run so far."""
         self.doing = "running"
         self.storage = FolderStorage(job.run)
         self.outputs = RunOutputs(job.run, job.config.log, quiet=job.quiet)
@@ -155,12 +158,22 @@ class Bookkeeping:
         self._write_status()
 
     def begun(
-        self, view: View, step: int, groups: list[dict[str, Any]], schedule: list[str]
+        self,
+        view: View,
+        step: int,
+        groups: list[dict[str, Any]],
+        schedule: list[str],
+        kernels: list[Kernels],
     ) -> None:
         self.live.groups, self.live.schedule = groups, schedule
         self.logged = min(self.logged, step)
         workers = [m.worker for m in view.members]
+        if not self.compared:
+            self.compared = True
+            if (text := otherwise(self.book.kernels, kernels)) is not None:
+                self.event(events.Warned(text=f"{text}; bits will differ from here on"))
         self.book.begin(step, view.generation, workers, view.speeds)
+        self.book.computed_by(step, kernels)
         self.progress.workers = len(workers)
         self.event(
             events.Viewed(

@@ -262,6 +262,7 @@ def _situation(
         journal=journal_of(books.book.changes),
         limits=Limits(silent_s=recovery.silent_s, stuck_s=recovery.stuck_s, losses=recovery.losses),
         rebalance=recovery.rebalance,
+        unlike=job.config.train.unlike,
         scored=scored,
         enough=enough,
         saved=-1 if resume is None else resume,

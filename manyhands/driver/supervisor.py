@@ -19,6 +19,7 @@ from manyhands.driver.supervise.host_roster import with_ranks
 from manyhands.driver.supervise.liveness import Liveness
 from manyhands.driver.supervise.membership import decide, redealt, suspicious
 from manyhands.driver.supervise.run_outcome import Done, Incident
+from manyhands.driver.supervise.unlike_hosts import UnlikeHosts, first_host
 from manyhands.driver.supervise.worker_states import Situation, WorkerState
 from manyhands.launch.engines.fork_agent import WorkerStarted
 from manyhands.launch.engines.launcher import (
@@ -30,6 +31,7 @@ from manyhands.launch.engines.launcher import (
 )
 from manyhands.launch.wire.control_channel import SupervisorChannel
 from manyhands.values import events
+from manyhands.values.kernels import distinct
 from manyhands.values.machine import oom_kills
 from manyhands.values.messages import (
     Beat,
@@ -79,6 +81,7 @@ class Supervisor:
         self.now, self.requests, self.start = situation, requests, start
         self.liveness, self.audit = Liveness(), Audit(situation, books.event)
         self.links = HostLinks(situation, books.event)
+        self.unlike = UnlikeHosts(situation, books.event)
         self.oom_before = oom_kills()
         self.next_worker = first_worker
         self.parts: dict[str, dict[int, RoundPart]] = {}
@@ -109,6 +112,7 @@ class Supervisor:
             for worker in self.now.workers.values():
                 worker.host_silent_s = hosts.silent_s.get(worker.at, 0.0)
             self.requests.listen()
+            self.unlike.look()
             self.liveness.write_down(self.now)
             while not isinstance(decision := decide(self.now), decisions.Wait):
                 if isinstance(decision, decisions.Finish):
@@ -255,6 +259,7 @@ class Supervisor:
         match message:
             case Hello():
                 worker.pid, worker.host, worker.built = message.pid, message.host, message.built
+                worker.kernels = message.kernels
                 worker.peer_address = message.peer_address
                 worker.cache, worker.shards = message.cache, message.shards
                 self.liveness.enter(worker, "waiting")
@@ -316,7 +321,7 @@ class Supervisor:
     def _begun(self, message: Begun) -> None:
         now, view = self.now, self.now.view
         assert view is not None
-        now.begun = True
+        now.begun, now.first_host = True, first_host(now)
         if not now.private:
             now.held = frozenset(w.at for w in now.members())
         now.running = now.halted is None and now.broken is None
@@ -324,7 +329,8 @@ class Supervisor:
             now.losses = 0
         now.step, now.first_step = max(now.step, message.step), message.step
         self.liveness.begin()
-        self.books.begun(view, message.step, message.groups, message.schedule)
+        kernels = distinct([w.kernels for w in now.members() if w.kernels is not None])
+        self.books.begun(view, message.step, message.groups, message.schedule, kernels)
         if view.changes:
             self.books.changed(message.step, view.changes)
             now.journal.setdefault(message.step, {}).update(view.changes)

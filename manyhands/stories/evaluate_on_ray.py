@@ -19,7 +19,7 @@ from manyhands.values.config import RunConfig
 from manyhands.values.run_options import RayAccess
 from manyhands.values.task import Loaded
 from manyhands.values.world import World
-from manyhands.worker.scoring import measured
+from manyhands.worker.scoring import measured, score_portably
 
 
 class EvaluationParcel(msgspec.Struct, frozen=True):
@@ -62,6 +62,7 @@ def _packed(loaded: Loaded, config: RunConfig, folder: Path) -> EvaluationParcel
 def _part(everything: bytes, rank: int, ranks: int) -> bytes:
     """On a node."""
     parts = msgspec.msgpack.decode(everything, type=EvaluationParcel)
+    score_portably(parts.config, 2)
     fd = os.memfd_create("manyhands-task")
     try:
         Path(f"/proc/self/fd/{fd}").write_bytes(parts.memory)

@@ -22,9 +22,11 @@ from manyhands.driver.resolved_run import ResolvedRun
 from manyhands.driver.task_files import reload
 from manyhands.launch.engines.launcher import Launcher
 from manyhands.stories.train import launched
+from manyhands.training.compute.kernel_marks import fix_kernels
 from manyhands.values import events
 from manyhands.values.config import CheckpointConfig, RunConfig, of_the_result, read_toml
 from manyhands.values.errors import RequestError
+from manyhands.values.kernels import otherwise
 from manyhands.values.run_folder import RunDir, open_run
 from manyhands.values.run_options import Where
 from manyhands.values.scratch_folder import Scratch, sweep
@@ -49,6 +51,8 @@ class Replayed:
     """Damaged checkpoints that it could have begun with: it began with an earlier one."""
     damaged: list[str] = field(default_factory=list[str])
     """Damaged checkpoints that it should have been compared with."""
+    otherwise: str | None = None
+    """This machine computes other bits than those that trained: then differences mean nothing."""
 
     @property
     def same(self) -> bool:
@@ -82,6 +86,8 @@ def replay(
             f"{folder.root} has done {done} steps; step {last - 1} is not among them."
         )
     config, _ = read_toml(folder.config)
+    if config.train.portable and debug is not None:
+        fix_kernels()  # here, before the task's own code has computed something
     loaded, notes = reload(folder, task, config)
     nearest, passed_over = newest_good(FolderStorage(folder), at_most=step)
     first = nearest or 0
@@ -102,7 +108,17 @@ def replay(
             notes=notes,
         )
         report = drive(job, hands, resume=first or None)
-        found = Replayed(first, last, report.fingerprint, losses, passed_over=passed_over)
+        there, here = (
+            ledger.computing_at(ledger.read(run.ledger), last) for run in (folder, again)
+        )
+        found = Replayed(
+            first,
+            last,
+            report.fingerprint,
+            losses,
+            passed_over=passed_over,
+            otherwise=otherwise(there, here),
+        )
         return _compare(folder, again, found)
 
 

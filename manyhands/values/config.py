@@ -58,6 +58,15 @@ class TrainConfig:
     threads: int = setting(1, "weights")
     """Threads in each worker. Part of the result: it changes how a matrix product is rounded."""
 
+    portable: bool = setting(False, "weights")
+    """Compute with kernels that every x86-64-v3 processor has (AVX2 and FMA: all of the last ten
+    years), so that hosts with unlike processors give the same bits. Slower, and part of the result:
+    these bits are not those of a run without it."""
+
+    unlike: Literal["refuse", "warn"] = setting("refuse", "nothing")
+    """A host that computes other bits than the first one, because its processor has other kernels,
+    is turned away; or ("warn") takes part, and the weights then depend on who computed what."""
+
     device: Literal["cpu", "cuda"] = setting("cpu", "weights")
     """"cuda" gives each worker the GPU of its rank on the host. Written, not tried."""
 

@@ -24,6 +24,15 @@ def agent_environment() -> dict[str, str]:
     return {**os.environ, "GLIBC_TUNABLES": f"{ours}:{theirs}" if theirs else ours}
 
 
+PORTABLE = {
+    "ATEN_CPU_CAPABILITY": "avx2",
+    "ONEDNN_MAX_CPU_ISA": "AVX2",
+    "MKL_CBWR": "COMPATIBLE",
+}
+"""They fix the kernels of torch, oneDNN and MKL to those of every x86-64-v3 processor. MKL's AVX2
+branch will not do: on an AMD processor MKL silently takes another."""
+
+
 def user_cache() -> Path:
     """Where this user's programs keep what they can fetch again."""
     named = Path(os.environ.get("XDG_CACHE_HOME", ""))

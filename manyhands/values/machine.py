@@ -3,6 +3,7 @@
 
 import importlib.metadata
 import os
+import platform
 import resource
 import socket
 from dataclasses import dataclass
@@ -23,6 +24,18 @@ def machine() -> Machine:
 def process_began() -> float:
     """This process, in seconds since 1970."""
     return os.stat(f"/proc/{os.getpid()}").st_ctime
+
+
+def processor() -> str:
+    """What it calls itself."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name":
+                return " ".join(value.split())
+    except OSError:
+        pass
+    return platform.machine()
 
 
 def torch_version() -> str:

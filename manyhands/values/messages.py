@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from manyhands.values.kernels import Kernels
 from manyhands.values.world import World
 
 
@@ -54,6 +55,8 @@ class Hello(Message, frozen=True):
     """Which folder of shards it serves to other hosts, if it does, ..."""
     shards: str = ""
     """... and where."""
+    kernels: Kernels | None = None
+    """What it computes with."""
 
 
 class Begun(Message, frozen=True):

@@ -25,6 +25,7 @@ from manyhands.training.compute.seeds import seed_everything
 from manyhands.training.state.memory import Memory
 from manyhands.training.state.replica import Replica
 from manyhands.training.sync.sync import Moment, Sync
+from manyhands.values.kernels import Kernels
 from manyhands.values.messages import Measured
 from manyhands.values.task import Task
 from manyhands.values.worker_orders import Orders
@@ -52,7 +53,11 @@ class WorkerParts:
 
 
 def build_worker(
-    orders: Orders, channel: WorkerChannel, listener: PeerListener, moment: Moment
+    orders: Orders,
+    channel: WorkerChannel,
+    listener: PeerListener,
+    moment: Moment,
+    kernels: Kernels,
 ) -> WorkerParts:
     train = orders.config.train
     task = ship_task.unpack(orders.parcel, orders.task_fd)
@@ -93,7 +98,7 @@ def build_worker(
     sync = build_training.strategy(
         train, replica, memory, collective, heard=channel.heard, moment=moment, auditor=auditor
     )
-    built = compare_workers.describe(replica, records)
+    built = compare_workers.describe(replica, records, kernels)
     at = listener.address.rpartition(":")[0]
     sharing = share(records, held_out, orders.config.data, orders.secret, at)
     return WorkerParts(

@@ -15,6 +15,7 @@ from manyhands.training.state.replica import Replica
 from manyhands.training.sync.sync import Moment
 from manyhands.values.config import TrainConfig
 from manyhands.values.errors import TaskError
+from manyhands.values.kernels import Kernels
 from manyhands.worker.watched_feed import WatchedFeed
 
 
@@ -24,12 +25,15 @@ class Built(msgspec.Struct, frozen=True):
     layout: str
     marks: dict[str, int]
     data: str
+    kernels: dict[str, str]
+    """By which they were built: other ones draw other first weights from the same seed."""
 
 
-def describe(replica: Replica, records: Records) -> bytes:
+def describe(replica: Replica, records: Records, kernels: Kernels) -> bytes:
     """For a worker that has just built these."""
     marks = nondeterminism.marks(replica.parameters)
-    return msgspec.msgpack.encode(Built(replica.layout.digest, marks, sampled_digest(records)))
+    built = Built(replica.layout.digest, marks, sampled_digest(records), kernels.marks)
+    return msgspec.msgpack.encode(built)
 
 
 def compare(described: Sequence[bytes]) -> list[Built]:
@@ -56,7 +60,8 @@ def notes(replica: Replica, data: Any, built: Sequence[Built]) -> list[str]:
     cut, because = how_to_cut(replica.optimizer)
     if cut == "nowhere" and len(built) > 1:
         found.append(f"the optimizer's work is not shared out: {because}")
-    if (note := nondeterminism.unlike(built[0].marks, [b.marks for b in built])) is not None:
+    alike = [b.marks for b in built if b.kernels == built[0].kernels]
+    if (note := nondeterminism.unlike(built[0].marks, alike)) is not None:
         found.append(note)
     return found
 

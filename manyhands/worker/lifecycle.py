@@ -27,6 +27,7 @@ from manyhands.launch.wire.heartbeat import Heartbeat
 from manyhands.training import build_training, loop
 from manyhands.training.collective.collective import PRIVATE
 from manyhands.training.collective.handshake import PeerListener
+from manyhands.training.compute.kernel_marks import fix_kernels, kernels_here
 from manyhands.training.compute.nondeterminism import PlainState
 from manyhands.training.state.param_groups import groups_to_json, kinds_of
 from manyhands.training.state.sharded_optimizer import without_dynamo
@@ -84,10 +85,16 @@ class TrainingWorker:
         self.struck: set[Fault] = set()
 
     def work(self) -> None:
-        torch.set_num_threads(self.orders.config.train.threads)
+        train = self.orders.config.train
+        if train.portable:
+            fix_kernels()
+        torch.set_num_threads(train.threads)
+        self.kernels = kernels_here(portable=train.portable, bf16=train.precision == "bf16")
         without_dynamo()
         self._go_when_told()
-        self.parts = parts = build_worker(self.orders, self.channel, self.listener, self.moment)
+        self.parts = parts = build_worker(
+            self.orders, self.channel, self.listener, self.moment, self.kernels
+        )
         self.replica, self.sync = parts.replica, parts.sync
         saver = checkpoint_part.saver(
             self.run, self.channel, self.moment, shares=self.orders.shares
@@ -131,6 +138,7 @@ class TrainingWorker:
                 peer_address=self.listener.address,
                 cache=shared.identity if shared is not None else "",
                 shards=shared.address if shared is not None else "",
+                kernels=self.kernels,
             )
         )
 

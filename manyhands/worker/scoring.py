@@ -2,6 +2,7 @@
 """How a task is scored on its held-out records, while it trains and afterwards."""
 
 import math
+import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,12 @@ from manyhands.data.reading.records import Records
 from manyhands.evaluation import scores
 from manyhands.launch.wire.control_channel import WorkerChannel
 from manyhands.training.compute import micro_batch_gradient
+from manyhands.training.compute.kernel_marks import fix_kernels
 from manyhands.training.compute.seeds import seed_everything
 from manyhands.training.state.memory import Memory
 from manyhands.training.state.replica import Replica, build_model
 from manyhands.values.config import RunConfig
+from manyhands.values.errors import RequestError
 from manyhands.values.messages import RoundPart, Scored
 from manyhands.values.task import Task
 from manyhands.values.world import World
@@ -47,6 +50,15 @@ def my_batches(
         held_out, batch=size, indices=mine, seed=config.train.seed, seeder=seed_everything
     )
     return ((i, n, on_device(b, device)) for i, n, b in batches)
+
+
+def score_portably(config: RunConfig, stacklevel: int) -> None:
+    """Scores of a portable run are computed with its kernels, where this process still can."""
+    if config.train.portable:
+        try:
+            fix_kernels()
+        except RequestError as error:
+            warnings.warn(f"{error} Scores may differ in their last bits.", stacklevel=stacklevel)
 
 
 def measured(task: Task, config: RunConfig, folder: Path, world: World) -> list[scores.BatchResult]:

@@ -25,7 +25,7 @@ class Fence:
 
 @dataclass(frozen=True, slots=True)
 class DropHost:
-    """Give up a host: it lives, but others cannot reach it."""
+    """Give up a host: it lives, but others cannot reach it, or it computes other bits."""
 
     at: str
     because: str

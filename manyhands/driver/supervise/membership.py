@@ -15,6 +15,7 @@ notes that it did, and asks again until the answer is Wait. A worker goes throug
 | a worker is silent, stuck, or computes wrongly      | Fence: kill it; its Exit must be seen    |
 | fewer workers than wanted                           | Start                                    |
 | two hosts that answer us cannot reach each other    | Drop one of them                         |
+| a host computes other bits than the first           | Drop it, unless train.unlike = "warn"    |
 | a member is gone, or cannot go on by itself         | Break: nobody waits for it any more      |
 | Break or Halt was sent, members are still working   | Wait                                     |
 | ... all are ready, but a fenced one has not ended   | Wait: it could still write               |
@@ -48,6 +49,7 @@ from manyhands.driver.supervise.decisions import (
     StartWorkers,
     Wait,
 )
+from manyhands.driver.supervise.unlike_hosts import to_turn_away
 from manyhands.driver.supervise.worker_states import Situation, WorkerState
 from manyhands.values.messages import Keeper, Left, Member, Trouble, View
 from manyhands.values.verdict import Cause
@@ -64,7 +66,7 @@ def decide(now: Situation) -> Decision:
         return fence
     if (count := _lacking(now)) > 0:
         return StartWorkers(count)
-    if (drop := _cut_off(now)) is not None:
+    if (drop := to_turn_away(now) or _cut_off(now)) is not None:
         return drop
     if now.broken is None and (lost := _lost(now)) is not None:
         return lost

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from manyhands.launch.engines.fork_agent import WorkerExit
+from manyhands.values.kernels import Kernels
 from manyhands.values.messages import Left, Settings, Trouble, View
 from manyhands.values.verdict import Cause
 
@@ -46,6 +47,8 @@ class WorkerState:
     shards: str = ""
     """Where it serves that folder of shards."""
     built: bytes = b""
+    kernels: Kernels | None = None
+    """What it computes with, when it has said so."""
     step: int = 0
     exit: WorkerExit | None = None
     trouble: Trouble | None = None
@@ -81,6 +84,14 @@ class WorkerState:
     @property
     def alive(self) -> bool:
         return self.phase not in ("gone", "left") and self.fenced is None
+
+
+@dataclass(frozen=True, slots=True)
+class ComputingHost:
+    """The host whose bits are the run's."""
+
+    name: str
+    kernels: Kernels
 
 
 @dataclass(slots=True)
@@ -127,6 +138,10 @@ class Situation:
     """All of them, oldest first."""
     oom_kills: int = 0
     """Processes the kernel killed for want of memory since the run began."""
+    unlike: Literal["refuse", "warn"] = "refuse"
+    """What becomes of hosts that compute other bits than the first."""
+    first_host: ComputingHost | None = None
+    """Settled when training has begun."""
     rebalance: bool = True
     better: tuple[float, ...] = ()
     """Speeds for which the current view was halted."""

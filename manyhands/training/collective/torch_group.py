@@ -80,11 +80,11 @@ class TorchGroup:
     ) -> list[Bytes]:
         meanwhile()
         sent = torch.from_numpy(mine).to(self.device)
-        everyone = torch.empty(self.world.num_ranks * len(mine), dtype=torch.uint8)
+        everyone = torch.empty(self.world.num_ranks, len(mine), dtype=torch.uint8)
         everyone = everyone.to(self.device)
         with self.patience, _broken_by_peers():
-            dist.all_gather_single(everyone, sent)
-        return [row.numpy() for row in everyone.cpu().view(self.world.num_ranks, len(mine))]
+            dist.all_gather(list(everyone), sent)  # `all_gather_single` is not in torch 2.12
+        return [row.numpy() for row in everyone.cpu()]
 
     def exchange(self, counts: Sequence[int], owned: Sequence[Bounds]) -> list[list[Lanes]]:
         me, mine = self.world.rank, owned[self.world.rank]

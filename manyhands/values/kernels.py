@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a process computes with, and whether another one computes the same.
+
+Processors of different makes have different kernels in torch and the libraries under it, which
+round otherwise. No name of a processor says so reliably; what a few small computations give does.
+"""
+
+import msgspec
+
+
+class Kernels(msgspec.Struct, frozen=True):
+    processor: str
+    capability: str
+    """What torch calls its own kernels: AVX2, AVX512, DEFAULT, ..."""
+    torch: str
+    marks: dict[str, str] = {}
+    """Kind of computation → the start of a SHA-256 over the bits of fixed ones."""
+    portable: bool = False
+    """They were fixed to those of every x86-64-v3 processor."""
+
+    @property
+    def words(self) -> str:
+        portable = "portable, " if self.portable else ""
+        return f"{self.processor}, {portable}{self.capability} kernels, torch {self.torch}"
+
+
+def unlike(one: Kernels, other: Kernels) -> list[str]:
+    """The kinds of computation of which both tell, with other bits."""
+    both = one.marks.keys() & other.marks.keys()
+    return sorted(kind for kind in both if one.marks[kind] != other.marks[kind])
+
+
+def distinct(kernels: list[Kernels]) -> list[Kernels]:
+    """Each once, in order."""
+    found: list[Kernels] = []
+    for mine in kernels:
+        if mine not in found:
+            found.append(mine)
+    return found
+
+
+def otherwise(then: list[Kernels], now: list[Kernels]) -> str | None:
+    """How those that compute now differ in bits from those that computed then."""
+    kinds = sorted({kind for a in then for b in now for kind in unlike(a, b)})
+    if not kinds:
+        return None
+    were, are = (" and ".join(dict.fromkeys(k.words for k in some)) for some in (then, now))
+    return (
+        f"this computes otherwise than what trained the run, with other bits in {', '.join(kinds)} "
+        f"(then: {were}; now: {are})"
+    )
