@@ -121,9 +121,13 @@ def parts(ids: list[int], size: int) -> list[list[int]]:
 
 def fetch(data: Any, ids: list[int], key: tuple[int | str, ...]) -> Any:
     if isinstance(data, Mapping):
-        return {name: torch.as_tensor(column)[ids] for name, column in data.items()}
+        return {name: column_of(values)[ids].detach() for name, values in data.items()}
     seed(*key)
     return default_collate([data[i] for i in ids])
+
+
+def column_of(values: Any) -> Tensor:
+    return values if isinstance(values, Tensor) else torch.tensor(np.array(values))
 
 
 def take_gradients(model: nn.Module) -> dict[str, Tensor]:
