@@ -219,6 +219,7 @@ def _orders(
         task_fd=launcher.fds[0],
         state_fd=launcher.fds[1],
         secret=new_secret(),
+        encrypt=made.encryption.value == "sealed",
         steps=made.steps.value,
         start_from=start_from,
         debug=job.debug,

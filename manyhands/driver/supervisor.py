@@ -196,10 +196,12 @@ class Supervisor:
     def _issue(self, view: View) -> None:
         now = self.now
         chosen = {m.worker for m in view.members}
+        among = msgspec.structs.replace(view, secret=now.secret)
         for worker in now.workers.values():
             if worker.alive and worker.phase in ("ready", "waiting"):
-                self.channel.send(worker.number, view)
-                self.liveness.enter(worker, "in" if worker.number in chosen else "left")
+                inside = worker.number in chosen
+                self.channel.send(worker.number, among if inside else view)
+                self.liveness.enter(worker, "in" if inside else "left")
                 worker.broken, worker.lost = False, frozenset()
         now.view, self.writers[view.generation] = view, frozenset(chosen)
         now.broken = now.halted = now.audit = None

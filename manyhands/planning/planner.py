@@ -25,6 +25,7 @@ class Choice(msgspec.Struct, frozen=True):
 class Plan(msgspec.Struct, frozen=True):
     workers: Choice
     collective: Choice
+    encryption: Choice
     steps: Choice
     micro_batches: Choice
     records: int
@@ -34,6 +35,7 @@ class Plan(msgspec.Struct, frozen=True):
         named = (
             ("workers", self.workers),
             ("collective", self.collective),
+            ("encryption", self.encryption),
             ("steps", self.steps),
             ("micro-batches", self.micro_batches),
         )
@@ -52,9 +54,11 @@ def plan(
 ) -> Plan:
     """`workers` is what was asked for, `most_workers` what the engine can start; `paced`: a wished
     speed will decide, so it begins with the fewest."""
+    collective = _collective(train, many_hosts)
     return Plan(
         workers=_workers(train, machine, workers, most_workers, paced),
-        collective=_collective(train, many_hosts),
+        collective=collective,
+        encryption=_encryption(train, str(collective.value), many_hosts),
         steps=_steps(train, records),
         micro_batches=_micro_batches(train, records),
         records=records,
@@ -148,6 +152,26 @@ def _collective(train: TrainConfig, many_hosts: bool) -> Choice:
     if many_hosts:
         return Choice("sockets", "workers of a host share its memory, hosts speak over TCP")
     return Choice("shared", "all workers are on one host and share its memory")
+
+
+def _encryption(train: TrainConfig, collective: str, many_hosts: bool) -> Choice:
+    """Of what workers of different hosts send each other."""
+    foreign = collective in ("mpi", "gloo", "nccl")
+    if foreign and train.encrypt is True:
+        raise ConfigError(
+            f"train.encrypt = true, but {collective} speaks for itself and cannot be made to "
+            'encrypt from here. Use train.collective = "sockets" (or "auto"); or, on a network '
+            'that is trusted or encrypts by itself, train.encrypt = "auto".'
+        )
+    if not many_hosts or collective in ("none", "shared"):
+        return Choice("none", "nothing is sent to another host")
+    if foreign:
+        return Choice("none", f"{collective} speaks for itself: gradients travel in the open")
+    if train.encrypt is True:
+        return Choice("sealed", "as asked")
+    if train.encrypt is False:
+        return Choice("none", "as asked")
+    return Choice("none", "gradients travel in the open; train.encrypt = true seals them")
 
 
 def _steps(train: TrainConfig, records: int) -> Choice:

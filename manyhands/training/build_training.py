@@ -62,6 +62,7 @@ class PeerAccess:
 
     listener: PeerListener
     secret: bytes
+    encrypt: bool
     rendezvous: Path
     measured: Callable[[list[tuple[int, float, float]]], None]
     """Told what was measured between this host and the others, when that was wanted."""
@@ -126,8 +127,9 @@ def _between(
                 listener=reach.listener,
                 addresses=place.addresses,
                 generation=generation,
-                secret=reach.secret,
+                secret=place.secret or reach.secret,
                 patience=patience,
+                encrypt=reach.encrypt,
             )
             if place.measure:  # here it is the first thing that happens between hosts
                 reach.measured(links.measure())

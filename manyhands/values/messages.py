@@ -278,6 +278,8 @@ class View(Message, frozen=True):
     """Where each host is reached by the others."""
     keepers: list[Keeper] = []
     """Where shards of prepared data are to be had."""
+    secret: bytes = b""
+    """By which hosts know each other from now on; empty: as they were ordered."""
     measure: bool = False
     """Hosts first measure the network between them, and say Measured."""
     fresh: bool = False

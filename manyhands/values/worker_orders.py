@@ -59,6 +59,8 @@ class Orders(msgspec.Struct, frozen=True, kw_only=True):
     """Its host sees the run's folder."""
     secret: bytes = b""
     """By which workers of different hosts know each other."""
+    encrypt: bool = False
+    """What they send each other."""
     steps: int
     start_from: str | None = None
     """A safetensors file to take the first weights from."""

@@ -85,7 +85,7 @@ def build_worker(
     auditor = compare_workers.Recheck(replica, watched, loss, train, moment)
     rendezvous = Path(orders.run) / ".rendezvous"
     peers = build_training.PeerAccess(
-        listener, orders.secret, rendezvous, _telling_of_links(replica, channel)
+        listener, orders.secret, orders.encrypt, rendezvous, _telling_of_links(replica, channel)
     )
     collective = build_training.collective(
         orders.collective,

@@ -163,6 +163,7 @@ class TrainingWorker:
             view.generation,
             tuple(view.speeds),
             tuple(view.peer_addresses),
+            view.secret,
             view.measure,
             changes=view.changes,
         )

@@ -17,6 +17,7 @@ from manyhands.driver.live.command_socket import (
 from manyhands.driver.supervise.speed_control import SpeedControl
 from manyhands.driver.supervise.worker_states import Situation
 from manyhands.values import events
+from manyhands.values.credentials import new_secret
 from manyhands.values.errors import RequestError
 from manyhands.values.messages import Settings
 
@@ -107,6 +108,7 @@ class LiveRequests:
     def _dismiss(self, host: str) -> IsDone:
         there = [w for w in self.now.workers.values() if w.at and w.at_name == host]
         told = self.withdraw(host)
+        self.now.secret = new_secret()
         self.tell(events.Hosted(host=host, what="is dropped by hand, for good"))
         return lambda: told if not any(worker.alive for worker in there) else None
 

@@ -109,6 +109,8 @@ class Situation:
     """Hosts in whose memory there is state, whoever of their workers lives."""
     measured: frozenset[frozenset[str]] = frozenset()
     """Pairs of hosts between which the network was measured."""
+    secret: bytes = b""
+    """By which hosts know each other, since one was dropped that knows the one before."""
     capacity: int | None = None
     """No more workers than this can be started at present."""
     restore: int | None = None

@@ -6,6 +6,10 @@ nonces, both ranks and the generation (HMAC-SHA256, another label for each messa
 recorded from one connection opens no other. Before that a caller is read HELLO_BYTES at most and
 given HANDSHAKE_S; whoever is not one of us is dropped, counted and costs the others nothing.
 
+Where what follows is to be encrypted, the nonces are public halves of fresh X25519 pairs: both ends
+then hold the same keys (sealing.py), and nobody who was between them does. That is signed too, so
+nobody can talk two hosts into doing without.
+
 Nothing runs between meetings. Callers then wait in the kernel's queue, and one that is ahead of
 us (already in the next view) is let in and kept until that view is met here too.
 """
@@ -19,9 +23,10 @@ import struct
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
-from typing import cast
+from typing import NamedTuple, cast
 
 from manyhands.training.collective.collective import Patience, nothing
+from manyhands.training.collective.sealing import Ephemeral, SessionKeys
 from manyhands.values.errors import Broken
 from manyhands.values.world import World
 
@@ -44,8 +49,25 @@ FAREWELL = b"manyhands: I leave, all is well."
 """The last bytes of who closes a connection on purpose; as long as a header of a frame."""
 
 OnRefusal = Callable[[str], None]
-_Steps = Generator[int, bytes, None]
-"""One side of a handshake: yields how many bytes it needs, is sent these bytes."""
+_Steps = Generator[int, bytes, "SessionKeys | None"]
+"""One side of a handshake: yields how many bytes it needs, is sent these bytes; returns the keys of
+the connection, if it is to be encrypted."""
+
+
+class PeerLink(NamedTuple):
+    """A connection to another host."""
+
+    socket: socket.socket
+    keys: SessionKeys | None = None
+    """None: all that follows is plain."""
+
+    @property
+    def farewell(self) -> bytes:
+        return FAREWELL if self.keys is None else self.keys.farewell
+
+    @property
+    def their_farewell(self) -> bytes:
+        return FAREWELL if self.keys is None else self.keys.their_farewell
 
 
 class _Refused(Exception):
@@ -79,7 +101,7 @@ class PeerListener:
         self._report, self._reported = report, 0.0
         self.leave_last: Callable[[], None] = nothing
         """Ends what is done with the connections that were given out last."""
-        self._early: dict[tuple[int, int, int], socket.socket] = {}
+        self._early: dict[tuple[int, int, int], PeerLink] = {}
         self._seen: set[tuple[int, bytes]] = set()
 
     def meet(
@@ -91,32 +113,34 @@ class PeerListener:
         secret: bytes,
         patience: Patience,
         dead_s: float,
-    ) -> dict[int, socket.socket]:
-        """A connection to each of the others, by rank; those of a view before it are left.
+        encrypt: bool = False,
+    ) -> dict[int, PeerLink]:
+        """A connection to each of the others, by rank; those of a view before it are left. All of
+        them must agree whether to `encrypt`.
 
         Raises Broken when one cannot be reached for MEET_S, or when `patience` ends.
         """
         self.leave_last()
         self.leave_last = nothing
         for key in [key for key in self._early if key[0] < generation]:
-            self._early.pop(key).close()
+            self._early.pop(key).socket.close()
         self._seen = {(g, nonce) for g, nonce in self._seen if g >= generation}
-        meeting = _Meeting(self, world, addresses, generation, secret, dead_s)
+        meeting = _Meeting(self, world, addresses, generation, secret, dead_s, encrypt)
         with patience:
             return meeting.run(patience)
 
     def close(self) -> None:
         self.leave_last()
-        for sock in (self.listener, *self._early.values()):
+        for sock in (self.listener, *(link.socket for link in self._early.values())):
             sock.close()
 
-    def early(self, generation: int, caller: int, me: int) -> socket.socket | None:
+    def early(self, generation: int, caller: int, me: int) -> PeerLink | None:
         return self._early.pop((generation, caller, me), None)
 
-    def keep(self, generation: int, caller: int, me: int, sock: socket.socket) -> None:
+    def keep(self, generation: int, caller: int, me: int, link: PeerLink) -> None:
         if older := self.early(generation, caller, me):
-            older.close()
-        self._early[generation, caller, me] = sock
+            older.socket.close()
+        self._early[generation, caller, me] = link
 
     def is_new(self, generation: int, nonce: bytes) -> bool:
         """No two callers have the same nonce; a recording has that of the original."""
@@ -140,6 +164,7 @@ class _Talk:
         self.sock, self.steps, self.until = sock, steps, until
         self.rank = rank
         """Whom we dialled; None for a caller."""
+        self.keys: SessionKeys | None = None
         self.wanted, self.got = next(steps), b""
 
     def go_on(self) -> bool:
@@ -160,7 +185,8 @@ class _Talk:
             if len(self.got) == self.wanted:
                 try:
                     self.wanted, self.got = self.steps.send(self.got), b""
-                except StopIteration:
+                except StopIteration as end:
+                    self.keys = end.value
                     return True
 
 
@@ -175,21 +201,23 @@ class _Meeting:
         generation: int,
         secret: bytes,
         dead_s: float,
+        encrypt: bool,
     ) -> None:
         self.listener, self.world, self.addresses = listener, world, addresses
         self.generation, self.secret, self.dead_s = generation, secret, dead_s
-        self.found: dict[int, socket.socket] = {}
+        self.encrypt = encrypt
+        self.found: dict[int, PeerLink] = {}
         self.talks: dict[socket.socket, _Talk] = {}
         self.redial = dict.fromkeys(range(world.rank), 0.0)
         self.selector = selectors.DefaultSelector()
 
-    def run(self, patience: Patience) -> dict[int, socket.socket]:
+    def run(self, patience: Patience) -> dict[int, PeerLink]:
         try:
             self.selector.register(self.listener.listener, selectors.EVENT_READ)
             self._meet(patience)
         except BaseException:
-            for sock in self.found.values():
-                leave(sock)
+            for link in self.found.values():
+                leave(link)
             raise
         finally:
             for sock in self.talks:
@@ -200,8 +228,8 @@ class _Meeting:
     def _meet(self, patience: Patience) -> None:
         me, ranks = self.world.rank, range(self.world.num_ranks)
         for rank in ranks[me + 1 :]:
-            if sock := self.listener.early(self.generation, rank, me):
-                self.found[rank] = sock
+            if link := self.listener.early(self.generation, rank, me):
+                self.found[rank] = link
         until = time.monotonic() + MEET_S
         while missing := [rank for rank in ranks if rank != me and rank not in self.found]:
             who = named(missing)
@@ -276,7 +304,7 @@ class _Meeting:
                 self.selector.unregister(talk.sock)
                 del self.talks[talk.sock]
                 if talk.rank is not None:
-                    self.found[talk.rank] = talk.sock
+                    self.found[talk.rank] = PeerLink(talk.sock, talk.keys)
         except _Refused as why:
             self._drop(talk, str(why), stranger=why.stranger)
         except OSError as why:
@@ -293,7 +321,7 @@ class _Meeting:
 
     def _call(self, sock: socket.socket, rank: int) -> _Steps:
         yield 0
-        nonce = os.urandom(_NONCE_BYTES)
+        pair, nonce = self._nonce()
         claim = _CLAIM.pack(self.generation, self.world.rank, rank, nonce)
         sock.send(_MAGIC + claim + self._sign(b"hello", claim))
         answer = yield _NONCE_BYTES + _MAC_BYTES
@@ -301,14 +329,20 @@ class _Meeting:
         self._check(mac, b"answer", claim + theirs)
         sock.send(self._sign(b"call", claim + theirs))
         yield len(_WELCOME)
+        return self._agree(pair, theirs, claim + theirs, calls=True)
 
     def _answer(self, sock: socket.socket) -> _Steps:
         if (yield len(_MAGIC)) != _MAGIC:
             raise _Refused("it does not speak our language")
         hello = yield HELLO_BYTES - len(_MAGIC)
         claim, mac = hello[: _CLAIM.size], hello[_CLAIM.size :]
-        self._check(mac, b"hello", claim)
         generation, caller, called, nonce = _CLAIM.unpack(claim)
+        try:
+            self._check(mac, b"hello", claim)
+        except _Refused:
+            if generation > self.generation:  # whose secret may be another; it calls again
+                raise _OutOfPlace("it belongs to a view that has not begun here") from None
+            raise
         if generation < self.generation:
             raise _OutOfPlace(f"it belongs to view {generation}, this is {self.generation}")
         wanted = called == self.world.rank < caller < self.world.num_ranks
@@ -316,19 +350,38 @@ class _Meeting:
             raise _OutOfPlace(f"host {caller} called host {called}, this is {self.world.rank}")
         if not self.listener.is_new(generation, nonce):
             raise _Refused("it repeats what another has said")
-        mine = os.urandom(_NONCE_BYTES)
+        pair, mine = self._nonce()
         sock.send(mine + self._sign(b"answer", claim + mine))
         self._check((yield _MAC_BYTES), b"call", claim + mine)
+        link = PeerLink(sock, self._agree(pair, nonce, claim + mine, calls=False))
         sock.send(_WELCOME)
         if generation > self.generation:
-            self.listener.keep(generation, caller, called, sock)
-            return
+            self.listener.keep(generation, caller, called, link)
+            return None
         if older := self.found.pop(caller, None):
-            older.close()
-        self.found[caller] = sock
+            older.socket.close()
+        self.found[caller] = link
+        return None
+
+    def _nonce(self) -> tuple[Ephemeral | None, bytes]:
+        if not self.encrypt:
+            return None, os.urandom(_NONCE_BYTES)
+        pair = Ephemeral()
+        return pair, pair.public
+
+    def _agree(
+        self, pair: Ephemeral | None, theirs: bytes, signed: bytes, *, calls: bool
+    ) -> SessionKeys | None:
+        if pair is None:
+            return None
+        try:
+            return pair.agree(theirs, self.secret, signed, calls=calls)
+        except ValueError as why:
+            raise _Refused(f"there are no keys to be had with it: {why}") from why
 
     def _sign(self, label: bytes, what: bytes) -> bytes:
-        return hmac.digest(self.secret, b"manyhands " + label + b"\0" + what, "sha256")
+        how = b" sealed" if self.encrypt else b""
+        return hmac.digest(self.secret, b"manyhands " + label + how + b"\0" + what, "sha256")
 
     def _check(self, mac: bytes, label: bytes, what: bytes) -> None:
         if not hmac.compare_digest(mac, self._sign(label, what)):
@@ -353,8 +406,8 @@ def named(ranks: Sequence[int]) -> str:
     return f"host{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
-def leave(sock: socket.socket) -> None:
+def leave(link: PeerLink) -> None:
     """Close a connection on which nothing is half sent."""
     with suppress(OSError):
-        sock.send(FAREWELL)
-    sock.close()
+        link.socket.send(link.farewell)
+    link.socket.close()

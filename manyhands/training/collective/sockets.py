@@ -2,9 +2,10 @@
 """Hosts of a view over TCP sockets of our own: a cut link or a hung peer blocks nobody for long.
 
 As many bytes move as in a ring allreduce, straight between tensors and sockets, with all hosts at
-once in one thread. Hosts have proven who they are when they met (`PeerListener`); from then on
-bytes travel plain: gradients can be read on the way. Every frame says of which view, kind, turn and
-length it is, so hosts that disagree about what they are doing find out at once.
+once in one thread. Hosts have proven who they are when they met (`PeerListener`). From then on
+bytes travel sealed (`encrypt`), or plain: then they can be read on the way. Every frame says of
+which view, kind, turn and length it is, so hosts that disagree about what they are doing find out
+at once.
 
 When the kernel gives up a connection or a host leaves, whoever waits is told at once, takes leave
 of the others in turn, and the view is over for all.
@@ -75,23 +76,25 @@ class Sockets:
         secret: bytes,
         patience: Patience,
         dead_s: float = 1.5,
+        encrypt: bool = False,
     ) -> None:
         """Meets the others. The kernel takes a host for lost that does not answer for `dead_s`, or
         that stops reading for so long in the middle of a frame."""
         self.world, self.slots, self.patience = world, slots, patience
-        sockets = listener.meet(
+        links = listener.meet(
             world,
             addresses,
             generation=generation,
             secret=secret,
             patience=patience,
             dead_s=dead_s,
+            encrypt=encrypt,
         )
-        self._lines = {rank: Connection(rank, sock, generation) for rank, sock in sockets.items()}
+        self._lines = {rank: Connection(rank, link, generation) for rank, link in links.items()}
         # Edge-triggered, for everything is tried before it is waited for.
         self._epoll = select.epoll()
-        for sock in sockets.values():
-            self._epoll.register(sock, _EVENTS)
+        for link in links.values():
+            self._epoll.register(link.socket, _EVENTS)
         self._in_use = threading.Lock()
         self._over: Broken | None = None
         self._rows: dict[tuple[int, int], Bytes] = {}

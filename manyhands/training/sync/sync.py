@@ -27,6 +27,8 @@ class Place:
     speeds: tuple[float, ...]
     addresses: tuple[str, ...] = ()
     """Where each host is reached by the others."""
+    secret: bytes = b""
+    """By which hosts know each other; empty: as always."""
     measure: bool = False
     """Measure the network between hosts first."""
     fresh: int | None = None

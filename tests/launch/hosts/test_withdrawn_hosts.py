@@ -122,6 +122,7 @@ def gone(warm: Warm, host: Host, name: str) -> str:
     return (warm.folder / f"{name}.txt").read_text()
 
 
+@pytest.mark.timeout(240)  # five daemons, one after the other
 def test_hosts_are_listed_and_dropped(
     network: Callable[..., Network], launcher: Launcher, tmp_path: Path
 ) -> None:

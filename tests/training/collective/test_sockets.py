@@ -61,7 +61,8 @@ class Patient:
 class Hosts:
     """So many doors, and a thread for each who goes through one."""
 
-    def __init__(self, ranks: int, address: str = "127.0.0.1") -> None:
+    def __init__(self, ranks: int, address: str = "127.0.0.1", *, encrypt: bool = False) -> None:
+        self.encrypt = encrypt
         self.reports: list[str] = []
         self.listeners = [PeerListener(address, self.reports.append) for _ in range(ranks)]
         self.pool = ThreadPoolExecutor(2 * ranks)
@@ -78,6 +79,11 @@ class Hosts:
             listener.close()
 
     @property
+    def sealed(self) -> list[str]:
+        """What `wander` is told."""
+        return ["sealed"] * self.encrypt
+
+    @property
     def addresses(self) -> list[str]:
         return [listener.address for listener in self.listeners]
 
@@ -89,6 +95,7 @@ class Hosts:
             "generation": 1,
             "secret": SECRET,
             "patience": self.patience[rank],
+            "encrypt": self.encrypt,
         }
         return Sockets(World(rank, ranks, (1,) * ranks), slots, **(usual | different))
 
@@ -109,10 +116,10 @@ class Hosts:
         return [f.result(LONG_S) for f in [self.start(work, rank) for rank in ranks]]
 
 
-@pytest.fixture
-def hosts() -> Iterator[Callable[..., Hosts]]:
+@pytest.fixture(params=[False, True], ids=["plain", "sealed"])
+def hosts(request: pytest.FixtureRequest) -> Iterator[Callable[..., Hosts]]:
     with ExitStack() as stack:
-        yield lambda *arguments: stack.enter_context(Hosts(*arguments))
+        yield lambda *arguments: stack.enter_context(Hosts(*arguments, encrypt=request.param))
 
 
 Making = Callable[..., Hosts]
@@ -184,9 +191,9 @@ def content(dtype: torch.dtype, numel: int, *seed: int) -> torch.Tensor:
 
 
 @settings(max_examples=30)
-@given(situations())
+@given(situations(), st.booleans())
 def test_any_stretches_of_any_slots_arrive_where_they_belong(
-    situation: tuple[list[int], list[Bounds], dict[torch.dtype, int]],
+    situation: tuple[list[int], list[Bounds], dict[torch.dtype, int]], encrypt: bool
 ) -> None:
     counts, owned, lanes = situation
 
@@ -209,7 +216,7 @@ def test_any_stretches_of_any_slots_arrive_where_they_belong(
             links.share(mine, owned)
             assert all(torch.equal(mine[d], whole[d]) for d in lanes)
 
-    with Hosts(len(counts)) as made_hosts:
+    with Hosts(len(counts), encrypt=encrypt) as made_hosts:
         made_hosts.all(body)
 
 
@@ -433,6 +440,23 @@ def test_one_that_is_ahead_is_let_in_and_waits(hosts: Making) -> None:
     assert three.listeners[0].refused == 0
 
 
+def test_one_that_is_ahead_and_has_a_new_secret_is_no_stranger(hosts: Making) -> None:
+    """A host was dropped, and this one has not heard yet by which secret the others go on."""
+    two = hosts(2)
+    new: dict[str, Any] = {"generation": 2, "secret": bytes(32)}
+    meeting = two.start(two.join, 0)
+    ahead = two.start(two.join, 1, **new)
+    until(lambda: two.listeners[0].refused > 1)
+    assert two.listeners[0].strangers == 0
+    two.patience[0].told.set()
+    with pytest.raises(Broken):
+        meeting.result(LONG_S)
+    two.patience[0] = Patient()
+    with closing(two.join(0, **new)) as ours, closing(ahead.result(LONG_S)) as theirs:
+        later = two.start(theirs.gather, message(1))
+        assert values(ours.gather(message(0))) == values(later.result(LONG_S)) == [0, 1]
+
+
 def test_one_that_is_behind_is_refused(hosts: Making) -> None:
     two = hosts(2)
     behind = two.start(two.join, 1)
@@ -612,7 +636,7 @@ def test_an_impostor_at_the_address_of_a_host_learns_nothing(hosts: Making) -> N
 
 def wander() -> None:
     """A host that is a process: says where its door is, is told of the others', takes steps."""
-    rank, ranks, numel, address = sys.argv[1:]
+    rank, ranks, numel, address, *sealed = sys.argv[1:]
     torch.set_num_threads(1)
     world, listener = World(int(rank), int(ranks), (1,) * int(ranks)), PeerListener(address)
     print(listener.address, flush=True)
@@ -625,6 +649,7 @@ def wander() -> None:
         generation=1,
         secret=SECRET,
         patience=Patient(),
+        encrypt=bool(sealed),
     )
     try:
         for step in itertools.count():
@@ -669,7 +694,8 @@ def test_whoever_waits_for_one_who_is_killed_is_told_whom(
     hosts: Making, victim: int, numel: int
 ) -> None:
     three = hosts(3)
-    process = subprocess.Popen([*WANDER, str(victim), "3", str(numel), "127.0.0.1"], **PIPES)
+    command = [*WANDER, str(victim), "3", str(numel), "127.0.0.1", *three.sealed]
+    process = subprocess.Popen(command, **PIPES)
     with ExitStack() as stack:
         stack.callback(reap, process)
         addresses = three.addresses
@@ -694,7 +720,7 @@ def test_whoever_waits_for_one_who_is_killed_is_told_whom(
 
 def test_whoever_waits_for_one_who_hangs_may_give_up(hosts: Making) -> None:
     two = hosts(2)
-    process = subprocess.Popen([*WANDER, "1", "2", "64", "127.0.0.1"], **PIPES)
+    process = subprocess.Popen([*WANDER, "1", "2", "64", "127.0.0.1", *two.sealed], **PIPES)
     with ExitStack() as stack:
         stack.callback(reap, process)
         addresses = [two.addresses[0], hear(process)]
@@ -727,7 +753,7 @@ def test_both_ends_of_a_link_that_is_cut_are_told(
     with ExitStack() as stack:
         processes: list[subprocess.Popen[str]] = []
         for rank, host in enumerate(net.hosts):
-            command = [*WANDER, str(rank), "2", str(numel), host.address]
+            command = [*WANDER, str(rank), "2", str(numel), host.address, "sealed"]
             processes.append(host.popen(command, **PIPES))
             stack.callback(reap, processes[rank])
         addresses = [hear(process) for process in processes]
