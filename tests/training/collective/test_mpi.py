@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,6 +20,8 @@ import pytest
 import torch
 
 import manyhands
+from manyhands.launch.engines.launcher import Launcher
+from manyhands.stories.status import status
 from manyhands.testing.contracts import F32, CollectiveContract
 from manyhands.training.collective import mpi
 from manyhands.training.collective.mpi import Mpi
@@ -408,3 +411,75 @@ def test_an_mpi_that_cannot_be_used_is_refused(before: str, says: str) -> None:
 def test_importing_it_does_not_initialise_mpi() -> None:
     code = "import sys, manyhands.training.collective.mpi; sys.exit('mpi4py' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# ---- as the docs say
+
+TASK = """
+import torch
+from torch import nn
+
+import manyhands as mh
+
+task = mh.Task(
+    model=lambda: nn.Linear(2, 1),
+    loss=lambda m, b: m(b["x"]).square().mean(),
+    optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
+    data={"x": torch.linspace(0, 1, 128).view(64, 2)},
+)
+config = mh.RunConfig(train=mh.TrainConfig(batch=8, micro_batch=2, steps=4))
+"""
+
+
+def can_listen(port: int) -> bool:
+    try:
+        with socket.create_server((socket.gethostname(), port)):
+            return True
+    except OSError:
+        return False
+
+
+@needs_mpi
+def test_the_command_of_the_docs_trains_over_mpi(launcher: Launcher, tmp_path: Path) -> None:
+    """docs/mpi.md, word for word. What is different here is in the environment."""
+    if not can_listen(7077):
+        pytest.skip("this host's own name has no address, or port 7077 is in use")
+    page = (ROOT / "docs" / "mpi.md").read_text()
+    (command,) = re.findall(r"```\n(manyhands token .*?)```", page, re.DOTALL)
+    (tmp_path / "task.py").write_text(TASK)
+    tools, session = tmp_path / "bin", tmp_path / "session"
+    tools.mkdir(), session.mkdir()
+    (tools / "manyhands").write_text(f'#!/bin/sh\nexec {sys.executable} -m manyhands "$@"\n')
+    (tools / "manyhands").chmod(0o755)
+    settings = {
+        "PATH": f"{tools}:{os.environ['PATH']}",
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "OMPI_MCA_rmaps_base_oversubscribe": "1",
+        "OMPI_MCA_orte_tmpdir_base": str(session),
+        "OMPI_MCA_btl_vader_backing_directory": str(session),
+    }
+    with open(tmp_path / "log", "wb") as log:
+        process = subprocess.Popen(
+            ["sh", "-e", "-c", command],
+            cwd=tmp_path,
+            env={**os.environ, **settings},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        assert process.wait(100) == 0, (tmp_path / "log").read_text()
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGTERM)  # mpirun then ends its ranks
+            process.wait(20)
+    now = status(tmp_path / "runs" / "mpi")
+    assert now["state"] == "finished"
+    assert [host["ranks"] for host in now["hosts"]] == [[0], [1]], "one of them did it all"
+    assert "collective: mpi" in (tmp_path / "log").read_text()
+    here = manyhands.train(
+        tmp_path / "task.py", to=tmp_path / "here", workers=1, quiet=True, launcher=launcher
+    )
+    assert now["fingerprint"] == here.fingerprint
