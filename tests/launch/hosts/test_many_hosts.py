@@ -162,7 +162,7 @@ def test_a_killed_agent(go: Go, calm: Calm, warm: Warm, hosts: tuple[Host, ...])
 
 def test_a_host_dies_as_a_whole(go: Go, calm: Calm, hosts: tuple[Host, ...]) -> None:
     _, b, c, _ = hosts
-    run = go({b: 2, c: 1}, "lstm")
+    run = go({b: 2, c: 1}, "lstm", "train.encrypt=true")
     run.now()
     b.kill()
     run.view_of(2)
@@ -342,7 +342,7 @@ def told(*settings: str) -> list[str]:
 def test_two_hosts_with_two_workers_each(cold: Cluster, calm: Calm, task: Path) -> None:
     a, b, _ = cold.net.hosts
     cold.start(b, 2)
-    run = cold.train(task, "--hosts", "here:2", "--workers", "1:4", *told())
+    run = cold.train(task, "--hosts", "here:2", "--workers", "1:4", *told("train.encrypt=true"))
     run.view_of(4)
     task.with_name("slow").unlink()
     assert cold.finish()["fingerprint"] == calm("cnn")
