@@ -5,7 +5,7 @@ What the supervisor reports on the way is dealt with in bookkeeping.py.
 """
 
 import shutil
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -18,6 +18,7 @@ from manyhands.driver.bookkeeping import Bookkeeping
 from manyhands.driver.live.command_socket import CommandSocket
 from manyhands.driver.live.live_requests import LiveRequests
 from manyhands.driver.open_files_needed import refuse_few_open_files
+from manyhands.driver.records_in_hand import records_in_hand
 from manyhands.driver.resolved_run import ResolvedRun
 from manyhands.driver.run_file_server import FileServer
 from manyhands.driver.stop_signals import asked_to_stop
@@ -39,6 +40,7 @@ from manyhands.values.report import Report
 from manyhands.values.run_folder import RunDir, keep_free, locked, write_whole
 from manyhands.values.shell_commands import command_line
 from manyhands.values.verdict import Cause, explain
+from manyhands.values.work_in_hand import WorkInHand
 from manyhands.values.worker_orders import Orders, Parcel
 
 RESERVED_BYTES = 1 << 15
@@ -59,7 +61,7 @@ def drive(job: ResolvedRun, launcher: Launcher, *, resume: int | None = None) ->
     here, fetch = (1, "nothing") if many else (made.workers.value, "all")
     make_ready(records, held_out, workers=here, quiet=job.quiet, fetch=fetch)
     with _folder(job.run, new=resume is None):
-        written = _write_down(job, launcher, made, records, resume)
+        written = _write_down(job, launcher, made, (records, held_out), resume)
     with closing(written.books), nullcontext() if resume is not None else locked(job.run):
         return _see_to_its_end(job, launcher, made, written, resume, start_from)
 
@@ -92,12 +94,19 @@ class _Written:
     parcel: Parcel
     books: Bookkeeping
     first_worker: int
+    records_of: Callable[[WorkInHand], list[int]]
+    """... whoever has it in hand."""
 
 
 def _write_down(
-    job: ResolvedRun, launcher: Launcher, made: Plan, records: Records, resume: int | None
+    job: ResolvedRun,
+    launcher: Launcher,
+    made: Plan,
+    data: tuple[Records, Records | None],
+    resume: int | None,
 ) -> _Written:
     """Plan, task, ledger and config, in the run's folder; and the task in the hosts' memory."""
+    records, _ = data
     keep_free(job.run.reserve, RESERVED_BYTES)
     if resume is None:
         describe_run(job.run, job.loaded, job.config, records)
@@ -109,7 +118,7 @@ def _write_down(
     book, first_worker = _book(job, len(records), resume)
     books = Bookkeeping(job, made, resume or 0, book)
     write_whole(job.run.config, to_toml(job.config, task=task_line(job.loaded)))
-    return _Written(parcel, books, first_worker)
+    return _Written(parcel, books, first_worker, records_in_hand(*data, job.config))
 
 
 def _book(job: ResolvedRun, records: int, resume: int | None) -> tuple[Book, int]:
@@ -191,6 +200,7 @@ def _supervise(
             situation,
             requests=requests,
             start=start,
+            records_of=written.records_of,
             first_worker=written.first_worker,
         )
         with asked_to_stop() as supervisor.requests.stop_asked:
@@ -261,7 +271,13 @@ def _situation(
         micro_batches=made.micro_batches.value,
         most=most_workers(job, launcher, made),
         journal=journal_of(books.book.changes),
-        limits=Limits(silent_s=recovery.silent_s, stuck_s=recovery.stuck_s, losses=recovery.losses),
+        limits=Limits(
+            silent_s=recovery.silent_s,
+            stuck_s=recovery.stuck_s,
+            evaluate_s=recovery.evaluate_s,
+            starting_s=recovery.starting_s,
+            losses=recovery.losses,
+        ),
         rebalance=recovery.rebalance,
         unlike=job.config.train.unlike,
         scored=scored,

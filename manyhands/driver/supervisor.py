@@ -32,7 +32,6 @@ from manyhands.launch.engines.launcher import (
 from manyhands.launch.wire.control_channel import SupervisorChannel
 from manyhands.values import events
 from manyhands.values.kernels import distinct
-from manyhands.values.machine import oom_kills
 from manyhands.values.messages import (
     Beat,
     Begun,
@@ -58,6 +57,7 @@ from manyhands.values.messages import (
     Written,
 )
 from manyhands.values.verdict import Cause
+from manyhands.values.work_in_hand import WorkInHand
 from manyhands.values.worker_status import WorkerStatus
 
 POLL_MS = 100
@@ -74,15 +74,16 @@ class Supervisor:
         *,
         requests: LiveRequests,
         start: Callable[[int], WorkerPlace],
+        records_of: Callable[[WorkInHand], list[int]],
         first_worker: int = 0,
     ) -> None:
         """`start(worker)` starts one, and says where."""
         self.launcher, self.channel, self.books, self.files = launcher, channel, books, files
         self.now, self.requests, self.start = situation, requests, start
+        self.records_of = records_of
         self.liveness, self.audit = Liveness(), Audit(situation, books.event)
         self.links = HostLinks(situation, books.event)
         self.unlike = UnlikeHosts(situation, books.event)
-        self.oom_before = oom_kills()
         self.next_worker = first_worker
         self.parts: dict[str, dict[int, RoundPart]] = {}
         self.saving: dict[tuple[int, int], dict[int, Written]] = {}
@@ -120,12 +121,20 @@ class Supervisor:
                     lefts = [w.left for w in self.now.workers.values() if w.left is not None]
                     return Done(decision.leader, sum(m.peak_memory_bytes for m in lefts))
                 if isinstance(decision, decisions.GiveUp):
-                    return decision.cause
+                    return self._with_records(decision.cause)
                 self._do(decision)
             self.requests.answer()
             if time.monotonic() - reported > 0.5:
                 reported = time.monotonic()
                 self._report()
+
+    def _with_records(self, cause: Cause) -> Cause:
+        """Who died could not say which records were in its hands; they follow from the place."""
+        if cause.micro_batch is None or cause.records:
+            return cause
+        kind = "evaluate" if cause.held_out else "compute"
+        records = self.records_of(WorkInHand(kind, cause.step, cause.micro_batch))
+        return msgspec.structs.replace(cause, records=tuple(records))
 
     # ---- doing what was decided
 
@@ -134,8 +143,9 @@ class Supervisor:
             case decisions.StartWorkers(count=count):
                 for _ in range(count):
                     self._start()
-            case decisions.Fence(worker=worker, because=because):
-                self.now.workers[worker].fenced = because
+            case decisions.Fence(worker=worker, because=because, stuck=stuck):
+                fenced = self.now.workers[worker]
+                fenced.fenced, fenced.stuck = because, stuck
                 self.launcher.kill(worker)
             case decisions.DropHost(at=at, because=because):
                 self.launcher.hosts.drop(at, because)
@@ -183,6 +193,7 @@ class Supervisor:
                     step=cause.step,
                     what=cause.what,
                     noticed_by=cause.noticed_by,
+                    ranks=list(cause.ranks),
                 )
             )
         if self.now.view is not None:
@@ -225,7 +236,7 @@ class Supervisor:
         if isinstance(sign, WorkerStarted):
             worker.pid = sign.pid
             return
-        worker.exit = sign
+        worker.exit, worker.work = sign, sign.work or worker.work
         if sign.lost:
             self.now.held -= {worker.at}
         self.liveness.ended(sign.worker)
@@ -236,7 +247,6 @@ class Supervisor:
             self.now.failed_starts += 1
         rank = self.now.rank_of(sign.worker)
         self.liveness.enter(worker, "gone")
-        self.now.oom_kills = oom_kills() - self.oom_before
         if sign.code != 0:  # its Left may still be on the way; if none comes, it is told as Lost
             how = f"signal {-sign.code}" if sign.code < 0 else f"code {sign.code}"
             self.books.event(events.Exited(rank=rank, pid=sign.pid, how=how))
@@ -357,7 +367,9 @@ class Supervisor:
         now = self.now
         if self.liveness.beat(beat) and worker.phase == "starting":
             self.liveness.enter(worker, "starting")  # it fetches data: that may take its time
-        worker.step, worker.seasoned = beat.step, beat.seasoned
+        worker.step, worker.where = beat.step, beat.where
+        if worker.exit is None:  # else it has left word of what it was at
+            worker.work, worker.first = beat.work, beat.first
         worker.micro_batch_s = beat.micro_batch_s or worker.micro_batch_s
         worker.samples_per_s = beat.samples_per_s
         if beat.step > now.step:

@@ -152,6 +152,9 @@ def describe(event: AnyEvent) -> str | None:
             return f"step {event.step}: saved ({size}, training stood {event.blocked_s:.3f} s)"
         case Warned():
             return f"warning: {event.text}"
+        case Lost(ranks=[_, _, *_]):
+            ranks = ", ".join(str(rank) for rank in event.ranks)
+            return f"step {event.step}: ranks {ranks} are lost: {event.what}; {event.noticed_by}"
         case Lost():
             return (
                 f"step {event.step}: rank {event.rank} (process {event.pid}) is lost: "

@@ -238,7 +238,7 @@ def wait_for_state(pid: int, state: str) -> None:
         time.sleep(0.005)
 
 
-def contract_worker(orders: bytes) -> int:
+def contract_worker(orders: bytes, mark: object = None) -> int:
     verb, argument = orders.decode().split()
     match verb:
         case "exit":

@@ -212,7 +212,14 @@ class RecoveryConfig:
 
     stuck_s: float = setting(30.0, "nothing")
     """A worker that lives but gets nothing done for so long (and for 10 times the usual time of a
-    micro-batch) is killed and replaced. Not in its first step."""
+    micro-batch) is killed and replaced."""
+
+    evaluate_s: float = setting(300.0, "nothing")
+    """The same for a batch of held-out records, and for a score over all of them."""
+
+    starting_s: float = setting(600.0, "nothing")
+    """The same for what a worker does for the first time: building the task, a micro-batch of some
+    size, an evaluation. These may have to compile, or to load what they need."""
 
     losses: int = setting(5, "nothing")
     """So many losses one after the other, without a new step between them, are survived; one more
@@ -225,6 +232,8 @@ class RecoveryConfig:
         _at_least("recovery", "silent_s", self.silent_s, 0.5)
         _at_least("recovery", "host_s", self.host_s, 1.0)
         _at_least("recovery", "stuck_s", self.stuck_s, 0.5)
+        _at_least("recovery", "evaluate_s", self.evaluate_s, 0.5)
+        _at_least("recovery", "starting_s", self.starting_s, 0.5)
         _at_least("recovery", "losses", self.losses, 0)
 
 
@@ -265,6 +274,12 @@ class RunConfig:
     """Left out: held-out records, if there are any, are scored once at the end."""
     log: LogConfig = field(default_factory=LogConfig)
     recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
+
+    @property
+    def evaluation_batch(self) -> int:
+        """Held-out records per forward pass."""
+        wanted = self.evaluate.batch if self.evaluate else None
+        return wanted or self.train.micro_batch_size
 
     def with_settings(self, settings: Iterable[str]) -> "RunConfig":
         """This config changed by `section.key=value` strings, as `--set` gives them."""

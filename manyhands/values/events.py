@@ -91,6 +91,8 @@ class Lost(Event, frozen=True):
     step: int
     what: str
     noticed_by: str
+    ranks: list[int] = []
+    """All that went with a host; empty: this worker alone."""
 
 
 class Recovered(Event, frozen=True):

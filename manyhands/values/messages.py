@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from manyhands.values.kernels import Kernels
+from manyhands.values.work_in_hand import WorkInHand
 from manyhands.values.world import World
 
 
@@ -129,8 +130,12 @@ class Beat(Message, frozen=True):
     """For others; then it is not its own fault that nothing is done."""
     micro_batch_s: float = 0.0
     """How long a micro-batch took lately; 0: not known yet."""
-    seasoned: bool = False
-    """It has been through a step: what takes long now is not the first time."""
+    work: WorkInHand = WorkInHand()
+    """What it is at, ..."""
+    first: bool = True
+    """... for the first time: it may have to compile, or to load what it needs."""
+    where: str = ""
+    """When it has been at it for a while: where in the user's code."""
 
 
 class RoundPart(Message, frozen=True):
@@ -223,6 +228,8 @@ class Trouble(Message, frozen=True):
     symptom: bool = False
     """Another worker reports the cause."""
     micro_batch: int | None = None
+    held_out: bool = False
+    """It is a batch of held-out records."""
     records: list[int] = []
 
 

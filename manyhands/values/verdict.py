@@ -2,12 +2,14 @@
 """After a failure, one page: who failed, at which step, why, and what to do about it."""
 
 import errno
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
 from manyhands.values.machine import most_open_files, open_files
 from manyhands.values.shell_commands import command_line
+from manyhands.values.task import named
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,8 +25,12 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     advice: str = ""
     noticed_by: str = ""
     micro_batch: int | None = None
+    held_out: bool = False
+    """It is a batch of held-out records."""
     records: tuple[int, ...] = ()
     """Those of the micro-batch that was in work."""
+    ranks: tuple[int, ...] = ()
+    """All that went with a host; empty: one worker went."""
 
 
 class Cause(Failure, frozen=True, kw_only=True):
@@ -59,6 +65,8 @@ class Verdict(Failure, frozen=True, kw_only=True):
     def page(self) -> str:
         """For a terminal; the most important line first."""
         where = "in the driver" if self.rank is None else f"on rank {self.rank}"
+        if self.ranks:
+            where = f"on host {self.host} with {ranks_in_words(self.ranks)}"
         verb = "recovered from a failure" if self.outcome == "recovered" else "failed"
         lines = [f"The run {verb} at step {self.step}, {where}: {self.what}"]
         if self.detail:
@@ -67,7 +75,9 @@ class Verdict(Failure, frozen=True, kw_only=True):
         if self.micro_batch is not None:
             shown = ", ".join(str(r) for r in self.records[:16])
             more = f" and {len(self.records) - 16} more" if len(self.records) > 16 else ""
-            lines.append(f"  data      micro-batch {self.micro_batch}: records {shown}{more}")
+            batch = "held-out batch" if self.held_out else "micro-batch"
+            records = f": records {shown}{more}" if self.records else ""
+            lines.append(f"  data      {batch} {self.micro_batch}{records}")
         if Path(self.log).exists():  # an inline worker has none of its own
             lines.append(f"  log       {self.log}")
         if self.advice:
@@ -98,10 +108,13 @@ _OF_THE_DISK = {
 """What went wrong, and what to do about it."""
 
 
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) != 1)} {', '.join(str(r) for r in ranks)}"
+
+
 def explain(error: BaseException) -> str:
     """An exception from user code, torch or the machine, with advice where we have some."""
-    name = type(error).__name__
-    text = f"{name}: {error}" if str(error) else name
+    text = named(error)
     if isinstance(error, OSError) and error.errno in _OF_THE_DISK:
         written = f"writing {error.filename}" if error.filename else "while saving"
         what, cure = _OF_THE_DISK[error.errno]
@@ -112,7 +125,7 @@ def explain(error: BaseException) -> str:
             f"there are no more file descriptors: {here} are open in this process, which may have "
             f"{most}. Raise the limit (ulimit -n 65536), then resume. ({text})"
         )
-    if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+    if isinstance(error, MemoryError) or "can't allocate memory" in text:
         return f"memory ran out. Lower train.micro_batch or use fewer workers. ({text})"
     if isinstance(error, SystemExit):
         return f"the task called exit({error.code})"

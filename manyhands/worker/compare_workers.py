@@ -109,7 +109,8 @@ class Recheck:
         return None
 
     def _compute(self, cut: Cut, index: int) -> Leaf:
-        replica = self.replica
+        replica, self._before = self.replica, self.feed.line.heartbeat.work
+        self.feed.note(cut, index)
         replica.buffers.begin(alone=len(cut.sizes) == 1)
         micro_batch = self.feed.unwatched(cut, index)
         with replica.guard:
@@ -126,3 +127,5 @@ class Recheck:
         for parameter in self.replica.parameters.values():
             parameter.grad = None
         self.replica.buffers.show()
+        before = self._before
+        self.feed.line.heartbeat.begin(before.kind, before.step, before.index)

@@ -22,8 +22,9 @@ import msgspec
 import torch
 
 from manyhands.data.open_data import make_ready
+from manyhands.data.reading.micro_batch_feed import held_out_ids
 from manyhands.launch.wire.control_channel import WorkerChannel
-from manyhands.launch.wire.heartbeat import Heartbeat
+from manyhands.launch.wire.heartbeat import Heartbeat, TakesNotes
 from manyhands.training import build_training, loop
 from manyhands.training.collective.collective import PRIVATE
 from manyhands.training.collective.handshake import PeerListener
@@ -47,6 +48,7 @@ from manyhands.values.messages import (
 )
 from manyhands.values.planned_faults import Fault
 from manyhands.values.run_folder import RunDir
+from manyhands.values.work_in_hand import WorkInHand
 from manyhands.values.worker_orders import Orders
 from manyhands.values.world import World
 from manyhands.worker import checkpoint_part, compare_workers
@@ -56,9 +58,9 @@ from manyhands.worker.report_trouble import WatchedListener, trouble_of
 from manyhands.worker.step_hooks import StepHooks
 
 
-def main(orders: bytes) -> int:
-    """The worker's life; returns its exit code."""
-    worker = TrainingWorker(msgspec.msgpack.decode(orders, type=Orders))
+def main(orders: bytes, mark: TakesNotes | None = None) -> int:
+    """The worker's life; returns its exit code. At `mark` it notes what it is at."""
+    worker = TrainingWorker(msgspec.msgpack.decode(orders, type=Orders), mark)
     try:
         worker.work()
         return 0
@@ -72,10 +74,10 @@ def main(orders: bytes) -> int:
 
 
 class TrainingWorker:
-    def __init__(self, orders: Orders) -> None:
+    def __init__(self, orders: Orders, mark: TakesNotes | None) -> None:
         self.orders, self.number = orders, orders.worker
         self.run = RunDir(Path(orders.run))
-        self.heartbeat = Heartbeat(orders.worker, log_every=orders.log_every)
+        self.heartbeat = Heartbeat(orders.worker, log_every=orders.log_every, mark=mark)
         assert orders.keys is not None
         self.channel = WorkerChannel(orders.keys, self.heartbeat)
         self.listener = PeerListener(orders.address)
@@ -152,6 +154,7 @@ class TrainingWorker:
         rank = view.rank_of(self.number)
         assert rank is not None
         self.world = view.world_of(rank)
+        self.heartbeat.begin("join", self.replica.step)
         self.heartbeat.leads = self.world.leads
         self.heartbeat.forget_times()
         self.replica.changes = view.journal
@@ -303,9 +306,13 @@ class TrainingWorker:
     def report(self, error: BaseException) -> None:
         """Tell the supervisor what went wrong here."""
 
-        def ids(step: int, index: int) -> list[int]:
-            assert self.parts is not None, "asked only when there is a feed"
-            return self.parts.feed.ids(step, index)
+        def ids(work: WorkInHand) -> list[int]:
+            parts = self.parts
+            assert parts is not None, "asked only when there is a feed"
+            if work.kind == "compute":
+                return parts.feed.ids(work.step, work.index)
+            assert parts.held_out is not None, "who evaluates has something to evaluate"
+            return held_out_ids(parts.held_out, self.orders.config.evaluation_batch, work.index)
 
         if isinstance(error, errors.GradientNotFinite):
             error = self._located(error)

@@ -11,6 +11,7 @@ from manyhands.values.errors import GradientNotFinite, LossNotFinite, ManyhandsE
 from manyhands.values.messages import Trouble
 from manyhands.values.task import user_traceback
 from manyhands.values.verdict import explain
+from manyhands.values.work_in_hand import WorkInHand
 
 
 class WatchedListener:
@@ -31,39 +32,52 @@ class WatchedListener:
             self.say(f"{count} {were} refused at {self.listener.address}, the last because {why}")
 
 
+MOST_TEXT, MOST_TRACE = 4000, 20000
+"""Characters of an exception's text, and of where it came from, that are passed on."""
+
+
 def trouble_of(
-    error: BaseException, heartbeat: Heartbeat, rank: int, ids: Callable[[int, int], list[int]]
+    error: BaseException,
+    heartbeat: Heartbeat,
+    rank: int,
+    ids: Callable[[WorkInHand], list[int]],
 ) -> Trouble:
-    """What went wrong here, for the supervisor. `ids` are those of a `WatchedFeed`."""
-    index, records, symptom = None, list[int](), False
+    """What went wrong here, for the supervisor. `ids` are those of the records in hand."""
+    work, records, symptom = heartbeat.work, list[int](), False
     if isinstance(error, LossNotFinite):
         owner, step, index, loss, _ = error.args
-        records = ids(step, index)
+        work = WorkInHand("compute", step, index)
+        records = ids(work)
         error = LossNotFinite(owner, step, index, loss, records)
         symptom = owner != rank  # every worker sees it; the one that computed it reports it
     elif isinstance(error, GradientNotFinite):
         owner, step, index, name, _ = error.args
-        records = ids(step, index) if index is not None else []
+        known = index is not None
+        work = WorkInHand("compute", step, index) if known else WorkInHand("update", step)
+        records = ids(work) if known else []
         error = GradientNotFinite(owner, step, index, name, records)
         symptom = owner not in (None, rank)
-    elif heartbeat.current is not None:
-        step, index = heartbeat.current
-        records = ids(step, index)
+    elif work.has_records:
+        records = ids(work)
     ours = isinstance(error, ManyhandsError)
     return Trouble(
         worker=heartbeat.worker,
         step=heartbeat.step,
         kind=type(error).__name__,
-        text=_clean(str(error) if ours else explain(error)),
-        trace="" if ours else _clean(user_traceback(error)),
+        text=_clean(str(error) if ours else explain(error), MOST_TEXT),
+        trace="" if ours else _clean(user_traceback(error), MOST_TRACE),
         request=isinstance(error, RequestError),
         ours=ours,
         symptom=symptom,
-        micro_batch=index,
+        micro_batch=work.index if work.has_records else None,
+        held_out=work.kind == "evaluate",
         records=records,
     )
 
 
-def _clean(text: str) -> str:
-    """Text that can be sent: undecodable file names leave lone surrogates in messages."""
+def _clean(text: str, most: int) -> str:
+    """Text that can be sent: undecodable file names leave lone surrogates in messages, and some
+    exceptions hold all the data that they did not like."""
+    if len(text) > most:
+        text = f"{text[: most // 2]} ... ({len(text) - most} characters) ... {text[-most // 2 :]}"
     return text.encode("utf-8", "backslashreplace").decode()

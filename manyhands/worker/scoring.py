@@ -34,20 +34,23 @@ def evaluation_of(task: Task, config: RunConfig) -> scores.Evaluation:
     )
 
 
-def evaluation_batch(config: RunConfig) -> int:
-    wanted = config.evaluate.batch if config.evaluate else None
-    return wanted or config.train.micro_batch_size
-
-
-def my_batches(
-    held_out: Records, config: RunConfig, world: World, device: torch.device
-) -> Iterator[tuple[int, int, Any]]:
+def my_indices(held_out: Records, config: RunConfig, world: World) -> range:
     """The batches that this rank scores: contiguous, near equal in number."""
-    size, rank, ranks = evaluation_batch(config), world.rank, world.num_ranks
-    count = math.ceil(len(held_out) / size)
-    mine: Iterable[int] = range(count * rank // ranks, count * (rank + 1) // ranks)
+    rank, ranks = world.rank, world.num_ranks
+    count = math.ceil(len(held_out) / config.evaluation_batch)
+    return range(count * rank // ranks, count * (rank + 1) // ranks)
+
+
+def batches_of(
+    held_out: Records, config: RunConfig, indices: Iterable[int], device: torch.device
+) -> Iterator[tuple[int, int, Any]]:
+    """These batches, each fetched when its index has been taken."""
     batches = held_out_batches(
-        held_out, batch=size, indices=mine, seed=config.train.seed, seeder=seed_everything
+        held_out,
+        batch=config.evaluation_batch,
+        indices=indices,
+        seed=config.train.seed,
+        seeder=seed_everything,
     )
     return ((i, n, on_device(b, device)) for i, n, b in batches)
 
@@ -72,7 +75,7 @@ def measured(task: Task, config: RunConfig, folder: Path, world: World) -> list[
         model = build_model(task.model)
         replica = Replica(model, task.optimizer(model), None, Memory(None), cpu)
         load_model(replica, folder)
-        batches = my_batches(held_out, config, world, cpu)
+        batches = batches_of(held_out, config, my_indices(held_out, config, world), cpu)
         return scores.measure(evaluation_of(task, config), model, batches)
     finally:
         torch.set_num_threads(threads)
@@ -88,8 +91,9 @@ def score_together(
 ) -> str | None:
     """Score the held-out records with the other workers; returns the reason to stop, if any."""
     replica.buffers.show()
-    results = scores.measure(evaluation, replica.model, _watched(batches, line))
+    results = scores.measure(evaluation, replica.model, batches)
     step, heartbeat = replica.step, line.heartbeat
+    heartbeat.begin("score", step)
     round = f"evaluate-{step}"
     line.send(RoundPart(worker=heartbeat.worker, round=round, payload=scores.encode(results)))
     if leads:
@@ -101,10 +105,9 @@ def score_together(
     return line.reply(f"scores-{step}").stop
 
 
-def _watched(
-    batches: Iterable[tuple[int, int, Any]], line: WorkerChannel
-) -> Iterator[tuple[int, int, Any]]:
-    for batch in batches:
+def watched(indices: Iterable[int], line: WorkerChannel, step: int) -> Iterator[int]:
+    """Batches of held-out records, each noted before anything is done about it."""
+    for index in indices:
         line.stop_if_broken()
-        yield batch
-        line.heartbeat.progress += 1
+        line.heartbeat.begin("evaluate", step, index)
+        yield index

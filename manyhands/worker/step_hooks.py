@@ -16,7 +16,13 @@ from manyhands.values.worker_orders import Orders
 from manyhands.values.world import World
 from manyhands.worker import checkpoint_part
 from manyhands.worker.build_worker import WorkerParts
-from manyhands.worker.scoring import evaluation_of, my_batches, score_together
+from manyhands.worker.scoring import (
+    batches_of,
+    evaluation_of,
+    my_indices,
+    score_together,
+    watched,
+)
 
 ALL_DONE = "all steps are done"
 
@@ -129,7 +135,8 @@ class StepHooks:
         parts, world = self.parts, self.world
         assert parts.held_out is not None
         evaluation = evaluation_of(parts.task, self.config)
-        batches = my_batches(parts.held_out, self.config, world, parts.device)
+        mine = watched(my_indices(parts.held_out, self.config, world), self.channel, replica.step)
+        batches = batches_of(parts.held_out, self.config, mine, parts.device)
         reason = score_together(evaluation, replica, batches, self.channel, leads=world.leads)
         self.scored_at = replica.step
         self.because = reason or self.because

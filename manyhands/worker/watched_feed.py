@@ -40,13 +40,17 @@ class WatchedFeed:
         for index in indices:
             self.line.stop_if_broken()
             started = time.perf_counter()
-            heartbeat.current = (step.step, index)  # before fetching: that can fail too
+            self.note(step, index)  # before fetching: that can fail too
             self.moment("compute")
             micro_batch = self.unwatched(step, index)
             yield micro_batch
             self.drag(step.step, time.perf_counter() - started)
             heartbeat.did(time.perf_counter() - started, micro_batch.records)
-        heartbeat.current = None
+        heartbeat.begin("update", step.step)
+
+    def note(self, step: Cut, index: int) -> None:
+        """This micro-batch is in hand."""
+        self.line.heartbeat.begin("compute", step.step, index, step.sizes[index])
 
     def unwatched(self, step: Cut, index: int) -> MicroBatch:
         """One micro-batch, where the model is."""

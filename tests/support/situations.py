@@ -19,6 +19,7 @@ from manyhands.driver.supervise.membership import decide, redealt
 from manyhands.driver.supervise.worker_states import Phase, Situation, WorkerState
 from manyhands.launch.engines.fork_agent import WorkerExit
 from manyhands.values.messages import Left, Member, Trouble, View
+from manyhands.values.work_in_hand import WorkInHand
 
 Place = Callable[[int], WorkerState]
 """A worker, but for its number."""
@@ -38,8 +39,29 @@ def killed(signal: int = 9, **facts: Any) -> Place:
     return lambda n: w("gone", exit=WorkerExit(n, 100 + n, -signal), ended_s=0.1, **facts)(n)
 
 
-def ended(code: int, ago: float) -> Place:
-    return lambda n: w("gone", exit=WorkerExit(n, 100 + n, code), ended_s=ago)(n)
+def ended(code: int, ago: float, **facts: Any) -> Place:
+    return lambda n: w("gone", exit=WorkerExit(n, 100 + n, code), ended_s=ago, **facts)(n)
+
+
+def starved(work: WorkInHand) -> Place:
+    """Killed by the kernel for want of memory."""
+
+    def place(n: int) -> WorkerState:
+        exit = WorkerExit(n, 100 + n, -9, out_of_memory=True)
+        return w("gone", exit=exit, ended_s=0.1, work=work)(n)
+
+    return place
+
+
+def gone_with(at: str, work: WorkInHand) -> Place:
+    """Its host is silent."""
+
+    def place(n: int) -> WorkerState:
+        exit = WorkerExit(n, 100 + n, -9, lost=f"host {at} is silent")
+        facts: dict[str, Any] = {"at": at, "at_name": f"name of {at}", "work": work}
+        return w("gone", exit=exit, ended_s=0.1, **facts)(n)
+
+    return place
 
 
 def done(number: int) -> WorkerState:
@@ -48,8 +70,8 @@ def done(number: int) -> WorkerState:
 
 
 def trouble(worker: int, **facts: Any) -> Trouble:
-    said: dict[str, Any] = {"step": 5, "kind": "E", "trace": "", "request": False, **facts}
-    return Trouble(worker=worker, text=f"trouble of {worker}", **said)
+    said: dict[str, Any] = {"step": 5, "kind": "E", "trace": "", "request": False}
+    return Trouble(worker=worker, **{"text": f"trouble of {worker}", **said, **facts})
 
 
 def view(*numbers: int, **facts: Any) -> View:
@@ -77,8 +99,8 @@ def apply(now: Situation, decision: Decision) -> None:
             first = len(now.workers)
             for number in range(first, first + count):
                 now.workers[number] = STARTING(number)
-        case Fence(worker=worker, because=because):
-            now.workers[worker].fenced = because
+        case Fence(worker=worker, because=because, stuck=stuck):
+            now.workers[worker].fenced, now.workers[worker].stuck = because, stuck
         case DropHost(at=at, because=because):
             for member in now.workers.values():
                 if member.at == at and member.alive:

@@ -81,11 +81,20 @@ def held_out_batches(
     Random numbers are seeded for fetching and again for whatever the model then draws.
     """
     for index in indices:
-        ids = np.arange(index * batch, min((index + 1) * batch, len(records)))
+        ids = _held_out_at(records, batch, index)
         seeder(seed, 0, index, "held out")
         fetched = records.batch(ids, RecordVisit(seed, training=False))
         seeder(seed, 0, index, "score")
         yield index, len(ids), fetched
+
+
+def held_out_ids(records: Records, batch: int, index: int) -> list[int]:
+    """Which of the held-out records a batch of them holds, in the user's numbering."""
+    return list(records.names(_held_out_at(records, batch, index)))
+
+
+def _held_out_at(records: Records, batch: int, index: int) -> Positions:
+    return np.arange(index * batch, min((index + 1) * batch, len(records)))
 
 
 def on_device(batch: Any, device: torch.device) -> Any:

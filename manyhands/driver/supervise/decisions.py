@@ -21,6 +21,8 @@ class StartWorkers:
 class Fence:
     worker: int
     because: str
+    stuck: bool = False
+    """It lives, but gets nothing done."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,8 @@ notes that it did, and asks again until the answer is Wait. A worker goes throug
 | situation                                           | decision                                 |
 |-----------------------------------------------------|------------------------------------------|
 | an error that would only come again                 | GiveUp, with the first cause             |
+| two ends that user code may have brought about, at  | GiveUp, and name its records             |
+| the same micro-batch                                |                                          |
 | too many losses without a step between them, or     | GiveUp                                   |
 | nobody stays and nobody can be started              |                                          |
 | a worker is silent, stuck, or computes wrongly      | Fence: kill it; its Exit must be seen    |
@@ -36,6 +38,7 @@ from manyhands.driver.supervise.death_causes import (
     cause_of_loss,
     cause_of_trouble,
     may_still_explain,
+    twice_in_one_place,
 )
 from manyhands.driver.supervise.decisions import (
     BreakView,
@@ -50,9 +53,9 @@ from manyhands.driver.supervise.decisions import (
     Wait,
 )
 from manyhands.driver.supervise.unlike_hosts import to_turn_away
-from manyhands.driver.supervise.worker_states import Situation, WorkerState
+from manyhands.driver.supervise.worker_states import Limits, Situation, WorkerState
 from manyhands.values.messages import Keeper, Left, Member, Trouble, View
-from manyhands.values.verdict import Cause
+from manyhands.values.verdict import Cause, ranks_in_words
 
 MOST_FAILED_STARTS = 3
 
@@ -88,16 +91,11 @@ def _hopeless(now: Situation) -> Cause | None:
     """A failure that trying again would not cure."""
     if now.unsteady is not None:
         return now.unsteady
-    tried: dict[tuple[int, int | None], Trouble] = {}
     for trouble in now.troubles:
-        if trouble.symptom:
-            continue
-        if not _worth_another_try(now, trouble):
+        if not trouble.symptom and not _worth_another_try(now, trouble):
             return cause_of_trouble(now, trouble)
-        place = (trouble.step, trouble.micro_batch)
-        if trouble.micro_batch is not None and place in tried:
-            return cause_of_trouble(now, trouble, before=tried[place])
-        tried[place] = trouble
+    if (cause := twice_in_one_place(now)) is not None:
+        return cause
     ended = [w for w in now.workers.values() if w.phase == "gone" and w.left is None]
     if not now.replaceable and ended and not may_still_explain(ended[-1]):
         return cause_of_loss(now, ended[-1])
@@ -114,7 +112,7 @@ def _hopeless(now: Situation) -> Cause | None:
 
 def _worth_another_try(now: Situation, trouble: Trouble) -> bool:
     """The user's own code failed at a micro-batch: another worker may have better luck."""
-    if trouble.ours or trouble.request or not now.replaceable:
+    if trouble.ours or trouble.request or trouble.held_out or not now.replaceable:
         return False
     return trouble.micro_batch is not None or (now.begun and _newcomer(now, trouble.worker))
 
@@ -142,7 +140,11 @@ def _to_fence(now: Situation) -> Fence | None:
             return Fence(worker.number, worker.wrong)
         if worker.phase == "starting":
             if worker.phase_s > limits.starting_s:
-                return Fence(worker.number, f"it has not come up in {limits.starting_s:.0f} s")
+                return Fence(
+                    worker.number,
+                    f"it has not come up in {limits.starting_s:g} s (recovery.starting_s)",
+                    stuck=True,
+                )
             continue
         if worker.silent_s > limits.silent_s:
             return Fence(
@@ -150,14 +152,26 @@ def _to_fence(now: Situation) -> Fence | None:
                 f"it has not been heard of for {worker.silent_s:.1f} s "
                 f"(recovery.silent_s = {limits.silent_s:g})",
             )
-        patience = max(limits.stuck_s, limits.stuck_times * worker.micro_batch_s)
-        if worker.phase == "in" and worker.seasoned and worker.stuck_s > patience:
+        patience, setting = patience_with(worker, limits)
+        if worker.phase == "in" and worker.stuck_s > patience:
             return Fence(
                 worker.number,
                 f"it has made no progress for {worker.stuck_s:.1f} s, though it lives "
-                f"(recovery.stuck_s = {limits.stuck_s:g})",
+                f"(recovery.{setting} = {getattr(limits, setting):g})",
+                stuck=True,
             )
     return None
+
+
+def patience_with(worker: WorkerState, limits: Limits) -> tuple[float, str]:
+    """How long it may be at what it is at, and the setting that says so."""
+    kind = worker.work.kind
+    usual = max(limits.stuck_s, limits.stuck_times * worker.micro_batch_s), "stuck_s"
+    if kind in ("evaluate", "score"):
+        usual = limits.evaluate_s, "evaluate_s"
+    if worker.first or kind in ("build", "join"):
+        return max(usual, (limits.starting_s, "starting_s"))
+    return usual
 
 
 def _lacking(now: Situation) -> int:
@@ -230,7 +244,10 @@ def _lost(now: Situation) -> BreakView | None:
             if may_still_explain(worker):
                 continue
             cause = cause_of_loss(now, worker)
-            return BreakView(f"rank {cause.rank} is gone: {cause.what}", cause)
+            who = f"rank {cause.rank} is gone"
+            if cause.ranks:
+                who = f"host {cause.host} is gone with {ranks_in_words(cause.ranks)}"
+            return BreakView(f"{who}: {cause.what}", cause)
     for worker in now.members():
         # Who made it so may not have been seen to end yet; an audit is nobody's end.
         if worker.broken and (worker.phase_s >= GRACE_S or now.audit is not None):

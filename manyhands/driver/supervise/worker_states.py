@@ -11,6 +11,7 @@ from manyhands.launch.engines.fork_agent import WorkerExit
 from manyhands.values.kernels import Kernels
 from manyhands.values.messages import Left, Settings, Trouble, View
 from manyhands.values.verdict import Cause
+from manyhands.values.work_in_hand import WorkInHand
 
 Phase = Literal["starting", "waiting", "in", "ready", "left", "gone"]
 
@@ -25,7 +26,10 @@ class Limits:
     """... but at least this many times the usual time of a micro-batch."""
     losses: int = 5
     """Views that may be lost one after the other without a step between them."""
+    evaluate_s: float = 300.0
+    """The same, while it scores."""
     starting_s: float = 600.0
+    """The same, for what it does for the first time."""
     join_s: float = 0.5
     """How long somebody who is ready to join waits for others who are about to be."""
 
@@ -55,6 +59,8 @@ class WorkerState:
     left: Left | None = None
     fenced: str | None = None
     """Why it was killed by us."""
+    stuck: bool = False
+    """... because it got nothing done."""
     wrong: str | None = None
     """An audit found that it computes wrongly."""
     leaving: bool = False
@@ -74,8 +80,12 @@ class WorkerState:
     """Since it ended."""
     micro_batch_s: float = 0.0
     samples_per_s: float = 0.0
-    seasoned: bool = False
-    """It has been through a step."""
+    work: WorkInHand = field(default_factory=WorkInHand)
+    """What it is at, or was, ..."""
+    first: bool = True
+    """... for the first time, ..."""
+    where: str = ""
+    """... and where in the user's code, when it has been there for a while."""
 
     @property
     def host_name(self) -> str:
@@ -138,8 +148,6 @@ class Situation:
     failed_starts: int = 0
     troubles: list[Trouble] = field(default_factory=list[Trouble])
     """All of them, oldest first."""
-    oom_kills: int = 0
-    """Processes the kernel killed for want of memory since the run began."""
     unlike: Literal["refuse", "warn"] = "refuse"
     """What becomes of hosts that compute other bits than the first."""
     first_host: ComputingHost | None = None

@@ -12,6 +12,7 @@ worker's main and DRIVER is the process that started us.
 """
 
 import ctypes
+import faulthandler
 import gc
 import importlib
 import os
@@ -28,6 +29,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
+
+from manyhands.launch.engines.work_mark import WorkMark
+from manyhands.values.machine import oom_kills
+from manyhands.values.work_in_hand import WorkInHand
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -61,6 +66,12 @@ class WorkerExit(msgspec.Struct, frozen=True, tag=True):
     """Its host is gone, as far as anybody can tell: why."""
     why: str = ""
     """What is known of its end that the code does not say."""
+    work: WorkInHand | None = None
+    """What it was at."""
+    log_tail: str = ""
+    """After a crash, what it wrote last."""
+    out_of_memory: bool = False
+    """The kernel killed somebody on its host for want of memory, most likely it."""
 
 
 class AgentUnable(msgspec.Struct, frozen=True, tag=True):
@@ -77,6 +88,12 @@ decode_to_agent = msgspec.msgpack.Decoder(ToAgent).decode
 decode_from_agent = msgspec.msgpack.Decoder(FromAgent).decode
 
 MAX_MESSAGE = 1 << 20
+
+CRASHES = frozenset(
+    (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGSYS)
+)
+"""Signals that a process brings upon itself."""
+LOG_TAIL_BYTES = 1 << 14
 
 UNREAPED_S = 3.0
 """How long a killed worker may take to end before it is looked at more closely."""
@@ -98,7 +115,9 @@ def adopt_orphans() -> None:
 
 
 class Agent:
-    def __init__(self, channel: socket.socket, driver: int, entry: Callable[[bytes], int]) -> None:
+    def __init__(
+        self, channel: socket.socket, driver: int, entry: Callable[[bytes, WorkMark], int]
+    ) -> None:
         """`driver`: its pidfd."""
         self.channel, self.driver, self.entry, self.pid = channel, driver, entry, os.getpid()
         self.selector = selectors.DefaultSelector()
@@ -111,6 +130,9 @@ class Agent:
         self.condemned: dict[int, float] = {}
         """process → when it was killed; until its end is seen, or it is written off"""
         self.written_off: set[int] = set()
+        self.kept: dict[int, tuple[WorkMark, str]] = {}
+        """process → what it is at, and its log"""
+        self.oom_kills = oom_kills()
 
     def serve(self) -> None:
         """Until the driver hangs up, or is gone (a process that it forked may hold the line)."""
@@ -136,14 +158,17 @@ class Agent:
     def _obey(self, order: ToAgent) -> None:
         match order:
             case StartWorker():
+                mark = WorkMark()
                 try:
                     pid = os.fork()
                 except OSError as error:  # of processes or memory there are no more
+                    mark.close()
                     why = f"it could not be started: {error.strerror}"
                     self._tell(WorkerExit(order.worker, 0, 1, why=why))
                     return
                 if pid == 0:
-                    self._become_worker(order)
+                    self._become_worker(order, mark)
+                self.kept[pid] = mark, order.log
                 self.pids[order.worker], self.workers[pid] = pid, order.worker
                 self.selector.register(os.pidfd_open(pid), selectors.EVENT_READ, pid)
                 self._tell(WorkerStarted(order.worker, pid))
@@ -174,8 +199,20 @@ class Agent:
         self.condemned.pop(pid, None)
         if pid in self.written_off:  # its end was told before it came
             self.written_off.remove(pid)
+            self.kept.pop(pid)[0].close()
         else:
-            self._tell(WorkerExit(worker, pid, os.waitstatus_to_exitcode(status)))
+            self._tell(self._obituary(worker, pid, os.waitstatus_to_exitcode(status)))
+
+    def _obituary(self, worker: int, pid: int, code: int) -> WorkerExit:
+        """With all that is known here of how it came."""
+        mark, log = self.kept.pop(pid)
+        work = mark.read()
+        mark.close()
+        if code != -signal.SIGKILL:
+            tail = _tail(log) if -code in CRASHES else ""
+            return WorkerExit(worker, pid, code, work=work, log_tail=tail)
+        before, self.oom_kills = self.oom_kills, oom_kills()
+        return WorkerExit(worker, pid, code, work=work, out_of_memory=self.oom_kills > before)
 
     def _end_orphans(self) -> None:
         """Whatever is our child and no worker was left behind by one that has ended. Those that do
@@ -209,7 +246,7 @@ class Agent:
         with suppress(BrokenPipeError, ConnectionResetError):
             self.channel.send(encode(message))
 
-    def _become_worker(self, order: StartWorker) -> None:
+    def _become_worker(self, order: StartWorker, mark: WorkMark) -> None:
         """In the child; never returns."""
         code = 1
         try:
@@ -228,10 +265,11 @@ class Agent:
                 log = os.open(order.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             for source, target in ((nothing, 0), (log, 1), (log, 2)):
                 os.dup2(source, target)
+            faulthandler.enable(file=2)  # the line of user code that crashed, in the log
             if order.folder:
                 os.chdir(order.folder)
                 sys.path.insert(0, order.folder)
-            code = self.entry(order.orders)
+            code = self.entry(order.orders, mark)
         except BaseException:
             traceback.print_exc()
         finally:
@@ -239,6 +277,15 @@ class Agent:
                 sys.stdout.flush()
                 sys.stderr.flush()
             os._exit(code)
+
+
+def _tail(log: str) -> str:
+    try:
+        with open(log, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - LOG_TAIL_BYTES))
+            return file.read(LOG_TAIL_BYTES).decode(errors="replace")
+    except OSError:
+        return ""
 
 
 def _all_in_the_kernel(pid: int) -> bool:

@@ -30,7 +30,7 @@ from manyhands.launch.engines.launcher import (
 from manyhands.launch.engines.memory_segments import blank
 from manyhands.values.environment import agent_environment
 from manyhands.values.errors import RequestError
-from manyhands.values.machine import allow_open_files
+from manyhands.values.machine import allow_open_files, oom_kills
 
 AGENT = "manyhands.launch.engines.fork_agent"
 
@@ -62,6 +62,7 @@ class Local:
         """Whether an agent has ever started one."""
 
     def _start_agent(self) -> tuple[socket.socket, "subprocess.Popen[bytes]"]:
+        self.oom_kills = oom_kills()
         os.ftruncate(self.errors, 0)
         os.lseek(self.errors, 0, os.SEEK_SET)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -124,7 +125,13 @@ class Local:
         how = f"was killed by {_named(-code)}" if code < 0 else f"ended with exit code {code}"
         why = f"the process that had forked it ({self.agent.pid}) {how}"
         gone: list[LauncherEvent] = [
-            WorkerExit(worker, pid, -9, why=f"{why}: {said}" if said else why)
+            WorkerExit(
+                worker,
+                pid,
+                -9,
+                why=f"{why}: {said}" if said else why,
+                out_of_memory=code == -9 and oom_kills() > self.oom_kills,
+            )
             for worker, pid in self.alive.items()
         ]
         for pid in self.alive.values():

@@ -2,32 +2,64 @@
 """What a worker is doing right now: written by its training thread, sent by its line's thread."""
 
 import math
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from statistics import median
+from typing import Protocol
 
 from manyhands.values.messages import Beat, StepRecord
+from manyhands.values.task import user_stack
+from manyhands.values.work_in_hand import Kind, WorkInHand
+
+
+class TakesNotes(Protocol):
+    """Where a note of the work in hand is kept that outlives this process."""
+
+    def note(self, kind: Kind, step: int, index: int) -> None: ...
+
+
+LOST_IN_THOUGHT_S = 1.0
+"""After so long without progress a beat tells where in the user's code the worker is."""
 
 
 class Heartbeat:
-    def __init__(self, worker: int, *, log_every: int) -> None:
+    def __init__(self, worker: int, *, log_every: int, mark: TakesNotes | None = None) -> None:
         self.worker, self.log_every, self.leads = worker, log_every, False
+        self._mark, self._thread = mark, threading.get_ident()
         self.step, self.loss = 0, math.nan
         self.records = 0
         """Records that all workers together have trained on since this one joined."""
         self.computed = 0
         """Those that this worker itself computed."""
-        self.current: tuple[int, int] | None = None
-        """The step and micro-batch in work."""
-        self.progress = 0
-        self.waiting = True
+        self.work, self.first = WorkInHand(), True
+        self._doing: tuple[Kind, int] = ("build", 0)
+        self._done: set[tuple[Kind, int]] = set()
+        """What it has been through: kinds of work, each with the number of records."""
+        self.progress, self._seen = 0, (0, time.monotonic())
+        self.waiting = False
         self._times: deque[float] = deque(maxlen=15)
         self._log: list[StepRecord] = []
         self._losses: list[tuple[int, float]] = []
         self._last = (time.monotonic(), 0)
         self._handing_over = threading.Lock()
+
+    @property
+    def current(self) -> tuple[int, int] | None:
+        """The step and micro-batch in work."""
+        return (self.work.step, self.work.index) if self.work.kind == "compute" else None
+
+    def begin(self, kind: Kind, step: int, index: int = -1, records: int = 0) -> None:
+        """From now on this is in hand. What was is done."""
+        self._done.add(self._doing)
+        self._doing = (kind, records)
+        if self._mark is not None:
+            self._mark.note(kind, step, index)
+        self.first = self._doing not in self._done
+        self.work = WorkInHand(kind, step, index)
+        self.progress += 1
 
     def did(self, seconds: float, records: int) -> None:
         """A micro-batch was computed."""
@@ -48,10 +80,9 @@ class Heartbeat:
         records: int,
         numbers: dict[str, float],
     ) -> None:
-        self.current = None
+        self.begin("rest", step)
         self.step, self.loss = step, loss
         self.records += records
-        self.progress += 1
         if not self.leads:
             return
         with self._handing_over:
@@ -77,8 +108,19 @@ class Heartbeat:
             progress=self.progress,
             waiting=self.waiting,
             micro_batch_s=median(times) if len(times) >= 3 else 0.0,
-            seasoned=self.records > 0,
+            work=self.work,
+            first=self.first,
+            where=self._where(now),
         )
+
+    def _where(self, now: float) -> str:
+        """Where in the user's code its thread is, when it has been there for a while."""
+        if self.waiting or self.progress != self._seen[0]:
+            self._seen = (self.progress, now)
+        if now - self._seen[1] < LOST_IN_THOUGHT_S:
+            return ""
+        frame = sys._current_frames().get(self._thread)  # pyright: ignore[reportPrivateUsage]
+        return user_stack(frame) if frame is not None else ""
 
 
 class Waiting:

@@ -13,6 +13,7 @@ from manyhands.driver.supervise.worker_states import Situation, WorkerState
 from manyhands.launch.engines.fork_agent import WorkerExit
 from manyhands.values.messages import View
 from manyhands.values.verdict import Cause
+from manyhands.values.work_in_hand import WorkInHand
 from tests.support.situations import (
     IN,
     READY,
@@ -23,9 +24,11 @@ from tests.support.situations import (
     decisions,
     done,
     ended,
+    gone_with,
     killed,
     now,
     said,
+    starved,
     trouble,
     view,
     w,
@@ -33,7 +36,13 @@ from tests.support.situations import (
 
 BROKEN, KILLED = "rank 1 is gone: it was killed", "it was killed by signal 9 (SIGKILL)"
 GONE, FENCED = killed(), w("in", fenced="it has not been heard of")
-SILENT, STUCK = w("in", silent_s=3.1), w("in", stuck_s=31.0, seasoned=True)
+SILENT, STUCK = (
+    w("in", silent_s=3.1),
+    w("in", stuck_s=31.0, first=False, work=WorkInHand("compute", 5, 3)),
+)
+AT_4, AT_5 = WorkInHand("compute", 5, 4), WorkInHand("compute", 5, 5)
+LOOPED = killed(fenced="it has made no progress", stuck=True, work=AT_4)
+SCORING = WorkInHand("evaluate", 5, 1)
 LEAVING, GOING, SPARE = w("in", leaving=True), w("ready", leaving=True), w("waiting", phase_s=9.0)
 SYMPTOM, ALONE = w("ready", broken=True), w("ready", broken=True, phase_s=GRACE_S)
 FAST, SLOW = w("in", micro_batch_s=0.1), w("in", micro_batch_s=0.3)
@@ -106,11 +115,21 @@ TABLE: list[tuple[str, Situation, list[str]]] = [
     ("a newcomer is silent", now(IN, IN, w("waiting", silent_s=4.0)),
      ["fence 2: it has not", "start 1"]),
     ("importing is silent too", now(IN, IN, w("starting", silent_s=99.0, phase_s=99.0)), []),
-    ("its first step may take long", now(IN, w("in", stuck_s=99.0), IN), []),
-    ("whoever waits is not stuck", now(w("ready", stuck_s=99.0, seasoned=True), IN, IN, halted="-"),
+    ("its first step may take long", now(IN, w("in", stuck_s=599.0), IN), []),
+    ("... but not for ever", now(IN, w("in", stuck_s=601.0, work=AT_4), IN),
+     ["fence 1: it has made no progress for 601.0 s, though it lives (recovery.starting_s = 600)",
+      "start 1"]),
+    ("taking a place is never routine",
+     now(IN, w("in", stuck_s=99.0, first=False, work=WorkInHand("join")), IN), []),
+    ("whoever waits is not stuck", now(w("ready", stuck_s=99.0, first=False), IN, IN, halted="-"),
      []),
-    ("slow micro-batches", now(IN, w("in", stuck_s=99.0, seasoned=True, micro_batch_s=10.0), IN),
-     []),
+    ("slow micro-batches",
+     now(IN, w("in", stuck_s=99.0, first=False, micro_batch_s=10.0, work=AT_4), IN), []),
+    ("scoring takes longer", now(IN, w("in", stuck_s=299.0, first=False, work=SCORING), IN), []),
+    ("... the first time, still longer", now(IN, w("in", stuck_s=599.0, work=SCORING), IN), []),
+    ("... and not for ever", now(IN, w("in", stuck_s=301.0, first=False, work=SCORING), IN),
+     ["fence 1: it has made no progress for 301.0 s, though it lives (recovery.evaluate_s = 300)",
+      "start 1"]),
     ("threads cannot be fenced", now(SILENT, wanted=1, replaceable=False), []),
     ("fenced, but not yet dead", now(IN, FENCED, IN, STARTING), []),
     ("... it could still write", now(READY, FENCED, READY, WAITING, broken=BROKEN), []),
@@ -134,6 +153,33 @@ TABLE: list[tuple[str, Situation, list[str]]] = [
     ("... and another", now(IN, IN, STARTING, troubles=[trouble(2), trouble(3)]), []),
     ("what another will explain", now(IN, IN, IN, troubles=[trouble(1, symptom=True, ours=True)]),
      []),
+    # ---- ends without a word, at the same place
+    ("one crashes", now(IN, killed(11, work=AT_4), IN, STARTING), ["break: rank 1 is gone"]),
+    ("... and another, there", now(IN, killed(11, work=AT_4), killed(7, work=AT_4), STARTING),
+     ["give up on 2: it was killed by signal 7"]),
+    ("... elsewhere", now(IN, killed(11, work=AT_4), killed(11, work=AT_5), STARTING, STARTING),
+     ["break: rank 1 is gone"]),
+    ("... in another step",
+     now(IN, killed(11, work=AT_4), killed(6, work=WorkInHand("compute", 6, 4)), STARTING,
+         STARTING), ["break: rank 1 is gone"]),
+    ("... while it built", now(IN, killed(11), killed(11), STARTING, STARTING), ["break: rank 1"]),
+    ("killed from outside, at the same place",
+     now(IN, killed(9, work=AT_4), killed(15, work=AT_4), STARTING, STARTING), ["break: rank 1"]),
+    ("... with its host", now(IN, gone_with("a", AT_4), gone_with("b", AT_4), STARTING, STARTING),
+     ["break: host name of a is gone with rank 1: host a is silent"]),
+    ("... for want of memory",
+     now(IN, starved(AT_4), starved(AT_4), STARTING), ["give up on 2: it was killed by signal 9"]),
+    ("one exits at a place where another crashed",
+     now(IN, killed(11, work=AT_4), ended(3, ago=9.0, work=AT_4), STARTING), ["give up on 1"]),
+    ("... its last words may come",
+     now(IN, killed(11, work=AT_4), ended(3, ago=0.1, work=AT_4), STARTING, STARTING),
+     ["break: rank 1"]),
+    ("one loops where another failed", now(IN, LOOPED, IN, STARTING, troubles=[FAILED_2]),
+     ["give up on 2: trouble of 2"]),
+    ("two loop", now(IN, LOOPED, LOOPED, STARTING), ["give up on 2: it has made no progress"]),
+    ("two are silent there",
+     now(IN, killed(fenced="-", work=AT_4), killed(fenced="-", work=AT_4), STARTING, STARTING),
+     ["break: rank 1"]),
     ("a thread fails", now(IN, wanted=1, replaceable=False, troubles=[trouble(0, micro_batch=4)]),
      ["give up on 0"]),
     ("a thread ends", now(ended(1, ago=9.0), wanted=1, replaceable=False),
@@ -249,19 +295,20 @@ def cause_of(situation: Situation) -> Cause:
     ("lost", "facts", "what", "advice"),
     [
         (killed(9), {}, KILLED, "look for a person, a container limit or another program"),
-        (killed(9), {"oom_kills": 1}, "the machine ran out of memory", "Lower train.micro_batch"),
+        (starved(AT_4), {}, "the machine ran out of memory", "Lower train.micro_batch"),
         (killed(11), {}, "signal 11 (SIGSEGV)", "A native library crashed"),
         (killed(15), {}, "signal 15 (SIGTERM)", ""),
         (ended(3, ago=9.0), {}, "exit code 3 without finishing", "Something called exit()"),
-        (killed(9, fenced="it was silent"), {"oom_kills": 1}, "it was silent", "its log may say"),
-        (FAILED, {"oom_kills": 1}, "trouble of 1", ""),
+        (killed(9, fenced="it was silent"), {}, "it was silent", "its log may say"),
+        (FAILED, {}, "trouble of 1", ""),
     ],
 )  # fmt: skip
 def test_an_end_is_explained(lost: Place, facts: Any, what: str, advice: str) -> None:
     cause = cause_of(now(IN, lost, w("in", step=7), STARTING, of=(2, 1, 0), **facts))
     assert what in cause.what and advice in cause.advice
     assert (cause.rank, cause.worker, cause.pid, cause.host) == (1, 1, 101, "here")
-    assert cause.step == (5 if lost is FAILED else 7) and not cause.request
+    known = lost is FAILED or cause.micro_batch == 4
+    assert cause.step == (5 if known else 7) and not cause.request
 
 
 def test_a_wrong_request_stays_one() -> None:
@@ -280,6 +327,42 @@ def test_records_that_fail_twice_are_named() -> None:
     cause = cause_of(now(IN, FAILED, IN, troubles=[FAILED_1, again]))
     assert (cause.step, cause.micro_batch, cause.records) == (5, 4, (7, 8))
     assert "worker 1 had failed at the same micro-batch before" in cause.noticed_by
+
+
+def test_the_place_where_two_ended_is_named() -> None:
+    cause = cause_of(now(IN, LOOPED, LOOPED, STARTING))
+    assert (cause.step, cause.micro_batch, cause.held_out) == (5, 4, False)
+    assert "worker 1 had ended at the same place before" in cause.noticed_by
+    scoring = killed(11, work=SCORING)
+    cause = cause_of(now(IN, scoring, scoring, STARTING))
+    assert (cause.step, cause.micro_batch, cause.held_out) == (5, 1, True)
+    updating = killed(11, work=WorkInHand("update", 5))
+    cause = cause_of(now(IN, updating, updating, STARTING))
+    assert cause.micro_batch is None and "in the update of step 5" in cause.noticed_by
+
+
+def test_where_one_was_killed_from_outside_says_nothing_unless_many_were() -> None:
+    one = killed(9, work=AT_4)
+    assert cause_of(now(IN, one, IN, STARTING)).micro_batch is None
+    cause = cause_of(now(IN, one, one, one, STARTING, of=(0, 1), losses=6))
+    assert (cause.step, cause.micro_batch) == (5, 4)
+
+
+def test_a_host_that_goes_is_named_with_all_its_ranks() -> None:
+    both = gone_with("a", AT_4)
+    cause = cause_of(now(IN, both, both, killed(at="b"), STARTING, STARTING, STARTING))
+    assert (cause.host, cause.ranks, cause.micro_batch) == ("name of a", (1, 2), None)
+
+
+def test_what_another_host_does_not_have_is_to_be_shipped() -> None:
+    absent = trouble(1, kind="ModuleNotFoundError")
+    there, here = w("in", at="a", at_name="b1"), IN
+    cause = cause_of(now(IN, there, IN, troubles=[absent]))
+    assert cause.host == "b1" and "on host b1" in cause.advice and "--ship" in cause.advice
+    assert "--ship" not in cause_of(now(IN, here, IN, troubles=[absent])).advice
+    wrong = trouble(1, kind="TaskError", request=True, text="No such file or directory: 'x.py'")
+    cause = cause_of(now(IN, there, IN, troubles=[wrong]))
+    assert cause.what.startswith("host b1: No such") and "--ship" in cause.what
 
 
 def test_a_failure_that_others_did_not_have_makes_a_worker_suspect() -> None:

@@ -162,7 +162,7 @@ class Storm(RuleBasedStateMachine):
         if self.now.running and self.all_well():
             self.now.losses = 0
             for worker in self.members():
-                worker.step, worker.seasoned = worker.step + 1, True
+                worker.step, worker.first = worker.step + 1, False
             self.settle()
 
     @rule(which=some)

@@ -15,6 +15,7 @@ from manyhands.driver.supervise.membership import MOST_FAILED_STARTS, decide
 from manyhands.driver.supervise.worker_states import Situation, WorkerState
 from manyhands.launch.engines.fork_agent import WorkerExit
 from manyhands.values.messages import Left, View
+from manyhands.values.work_in_hand import WorkInHand
 from tests.support.situations import MOST_DECISIONS, apply, said, trouble
 
 ROUNDS = 40
@@ -96,7 +97,11 @@ class Storm(RuleBasedStateMachine):
             assert all(w.left is not None for w in now.members())
         else:
             failed = now.failed_starts >= MOST_FAILED_STARTS
-            assert now.troubles or failed or now.losses > now.limits.losses
+            dead = [n for n, code in self.codes.items() if now.workers[n].phase == "gone"]
+            own = [n for n in dead if self.codes[n] != -9 or now.workers[n].stuck]
+            places = [now.workers[n].work for n in own]
+            twice = any(p.of_user and places.count(p) > 1 for p in places)
+            assert now.troubles or failed or now.losses > now.limits.losses or twice
 
     # ---- what workers do by themselves
 
@@ -133,7 +138,7 @@ class Storm(RuleBasedStateMachine):
         if self.now.running and self.all_well():
             self.now.losses = 0
             for worker in self.now.members():
-                worker.step, worker.seasoned = worker.step + 1, True
+                worker.step, worker.first = worker.step + 1, False
             self.settle()
 
     @rule(which=anyone)
@@ -195,6 +200,11 @@ class Storm(RuleBasedStateMachine):
             self.dies(worker.number, 1)
             self.settle()
 
+    @rule(which=anyone, index=st.integers(0, 2))
+    def is_at_a_micro_batch(self, which: int, index: int) -> None:
+        if (worker := self.some(which, "in")) is not None:
+            worker.work = WorkInHand("compute", worker.step, index)
+
     @rule(which=anyone)
     def hangs(self, which: int) -> None:
         if (worker := self.some(which, "starting", "waiting", "in", "ready")) is not None:
@@ -202,7 +212,7 @@ class Storm(RuleBasedStateMachine):
 
     @rule(which=anyone)
     def loops_for_ever(self, which: int) -> None:
-        if (worker := self.some(which, "in")) is not None and worker.seasoned:
+        if (worker := self.some(which, "in")) is not None:
             self.health[worker.number] = "looping"
 
     @rule()
@@ -212,7 +222,7 @@ class Storm(RuleBasedStateMachine):
             worker.phase_s += 700.0 if health == "hung" else 3.0
             worker.ended_s += 3.0 if worker.exit is not None else 0.0
             worker.silent_s = 9.0 if health in ("hung", "dead") else 0.0
-            worker.stuck_s = 99.0 if health != "well" else 0.0
+            worker.stuck_s = 999.0 if health != "well" else 0.0
         self.settle()
 
     # ---- what people ask for

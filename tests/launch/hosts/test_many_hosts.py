@@ -1,19 +1,35 @@
 """Runs on several hosts: whatever happens to hosts, links and processes, the weights are those of
 one undisturbed worker, and nothing is left behind."""
 
+import ctypes
+import json
+import re
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import manyhands as mh
 from manyhands.launch.engines.launcher import Launcher
 from manyhands.testing.namespaces import Host, Network, why_not
-from tests.support.cluster import MANYHANDS, Cluster, Running, Warm, empty, kill, on, workers_of
-from tests.support.tasks import make
+from tests.support.cluster import (
+    MANYHANDS,
+    PATIENCE_S,
+    Cluster,
+    Running,
+    Warm,
+    empty,
+    kill,
+    on,
+    workers_of,
+)
+from tests.support.tasks import images, make
 
 SETTINGS = ("train.batch=32", "train.micro_batch=4", "train.steps=120", "recovery.silent_s=1")
 LEASE_S = 2.0
@@ -168,6 +184,11 @@ def test_a_host_dies_as_a_whole(go: Go, calm: Calm, hosts: tuple[Host, ...]) -> 
     run.view_of(2)
     run.step()
     assert run.finish() == calm("lstm")
+    (lost,) = run.events("Lost")
+    assert len(lost["ranks"]) == 2, "both that were there"
+    verdict = json.loads((run.path / "verdict.json").read_text())
+    assert verdict["host"].startswith("b") and verdict["ranks"] == lost["ranks"]
+    assert verdict["decided"].startswith(f"host {verdict['host']} is gone with ranks ")
 
 
 # ---- links are cut
@@ -426,6 +447,37 @@ def blind(tmp_path: Path, network: Callable[..., Network]) -> Iterator[Warm]:
     made = Warm(network(hosts=3), tmp_path, here=0)
     yield made
     made.close()
+
+
+def crashes(model: Any, batch: Any) -> Any:
+    if 21 in batch["i"].tolist():
+        ctypes.string_at(0)
+    return model(batch["x"]).mean()
+
+
+def reads(file: Path) -> Callable[[Any, Any], Any]:
+    return lambda model, batch: model(batch["x"]).mean() * float(file.read_text())
+
+
+def test_user_code_fails_on_a_host_that_does_not_see_the_folder(blind: Warm) -> None:
+    """The verdict has the records and the line, the name of the host, and what to do about it."""
+    _, b, _ = blind.net.hosts
+    blind.need({b: 2}, blind=True)
+    plain = replace(make("cnn"), data={**images(), "i": torch.arange(101)})
+    settings = ("train.batch=32", "train.micro_batch=4", "train.steps=4")
+    here = replace(plain, loss=reads(blind.folder / "there is no such file"))
+    for task, expected in (
+        (replace(plain, loss=crashes), ["SIGSEGV) at ", "test_many_hosts.py:", "in crashes"]),
+        (here, ["FileNotFoundError", "That is how it is on host b", "--ship"]),
+    ):
+        run = blind.train(task, *settings, pause_s=0, workers=2)
+        run.thread.join(PATIENCE_S)
+        said = str(run.error)
+        assert all(text in said for text in expected), said
+        assert re.search(r" on b\d*;", said), said
+        place = re.search(r"micro-batch \d+: records (.+)", said)
+        assert place is not None
+        assert task is here or "21" in place[1].split(", "), said
 
 
 @pytest.mark.slow
