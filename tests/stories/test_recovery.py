@@ -217,7 +217,7 @@ def test_a_worker_that_cannot_even_be_killed(
     assert inner is not None
 
     def writes(model: Any, batch: Any) -> Any:
-        if next(calls) > 8 and not first.exists():  # not in its first step, which may take long
+        if next(calls) > 15 and not first.exists():  # what is done for the first time may take long
             first.touch()
             (frozen / "notes").write_text("never written")
         return inner(model, batch)
@@ -309,7 +309,7 @@ def test_the_loss_outlives_those_who_took_the_last_step(
     assert report.recoveries >= 1
     assert (report.loss, report.scores) == (calm.loss, calm.scores)
     logged = [event.step for event in seen(report, events.Stepped)]  # type: ignore[attr-defined]
-    assert logged.count(STEPS) == 1
+    assert logged.count(STEPS) == logged.count(1), "again only where the steps were taken again"
 
 
 def test_losses_without_progress_end_the_run(go: Go) -> None:
