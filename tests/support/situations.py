@@ -70,8 +70,9 @@ def done(number: int) -> WorkerState:
 
 
 def trouble(worker: int, **facts: Any) -> Trouble:
-    said: dict[str, Any] = {"step": 5, "kind": "E", "trace": "", "request": False}
-    return Trouble(worker=worker, **{"text": f"trouble of {worker}", **said, **facts})
+    text = f"trouble of {worker}"
+    said: dict[str, Any] = {"step": 5, "kind": "E", "text": text, "trace": "", "request": False}
+    return Trouble(worker=worker, **said | facts)
 
 
 def view(*numbers: int, **facts: Any) -> View:
