@@ -97,7 +97,7 @@ class Storm(RuleBasedStateMachine):
             assert all(w.left is not None for w in now.members())
         else:
             failed = now.failed_starts >= MOST_FAILED_STARTS
-            dead = [n for n, code in self.codes.items() if now.workers[n].phase == "gone"]
+            dead = [n for n in self.codes if now.workers[n].phase == "gone"]
             own = [n for n in dead if self.codes[n] != -9 or now.workers[n].stuck]
             places = [now.workers[n].work for n in own]
             twice = any(p.of_user and places.count(p) > 1 for p in places)
