@@ -53,7 +53,7 @@ def replica(
         raise TaskError(
             "Task: ReduceLROnPlateau wants a score at every step; use a schedule that does not."
         )
-    return Replica(model, optimizer, schedule, memory, device, protect=protect)
+    return Replica(model, optimizer, schedule, memory, device, protect=protect, seed=train.seed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,6 +88,7 @@ def load_all(replica: Replica, folder: Path) -> None:
         groups=state["groups"],
         saved=state["schedule"],
         step=state["step"],
+        seed=replica.seed,
     )
     replica.step = state["step"]
     replica.change(replica.changes.get(replica.step, {}))

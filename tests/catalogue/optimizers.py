@@ -128,6 +128,17 @@ class Lion(InPlace):
                 speed.lerp_(p.grad, 0.01)
 
 
+class Noisy(InPlace):
+    """Langevin dynamics: random numbers in the step."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(torch.randn(p.shape), alpha=1e-3)
+
+
 class Sub(optim.Adam):
     """A subclass that changes nothing."""
 
@@ -202,6 +213,7 @@ CASES = [
     Case("own-global-norm", "A norm over all of them.", optimizer=made(GlobalNorm)),
     Case("own-lion", "setdefault in the state.", optimizer=made(Lion), model=SOMETIMES),
     Case("own-subclass", "A subclass of torch's.", optimizer=made(Sub, lr=1e-2)),
+    Case("own-noisy", "Random numbers in the step, whoever takes it.", optimizer=made(Noisy)),
     Case("step-hook", "Weights are limited after the step.", optimizer=hooked, slow=True),
     Case("lookahead", "An optimizer around another, whose state nobody sees.",
          optimizer=lambda m: Lookahead(optim.Adam(m.parameters(), lr=1e-2)), slow=True),

@@ -48,6 +48,7 @@ def train(case: Case, visits: Callable[[int], Sequence[int]]) -> Bag:
         for batch in batches(ids, s.batch):
             take_step(case, model, optimizer, step, parts(batch, s.micro_batch))
             if schedule is not None:
+                seed(s.seed, step, "schedule")
                 schedule.step()
             step += 1
     return model.state_dict()
@@ -95,6 +96,7 @@ def take_step(case: Case, model: nn.Module, optimizer: Any, step: int, cut: list
             parameter.grad /= total
     if s.clip_norm is not None:
         clip(model, s)
+    seed(s.seed, step, "optimizer")
     optimizer.step()
 
 

@@ -93,5 +93,5 @@ CASES = [
          schedule=OnlyStep),
     Case("every-option", "It changes whatever a group has.", optimizer=sgd, schedule=EveryOption),
     Case("drawn", "A learning rate that is drawn: the same on all workers.", optimizer=sgd,
-         schedule=Drawn, xfail="each worker draws its own"),
+         schedule=Drawn),
 ]  # fmt: skip

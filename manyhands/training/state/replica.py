@@ -27,7 +27,7 @@ from manyhands.training.state.layout import (
 )
 from manyhands.training.state.memory import Memory
 from manyhands.training.state.module_buffers import ModuleBuffers, kind_of
-from manyhands.training.state.param_groups import change_groups
+from manyhands.training.state.param_groups import change_groups, step_schedule
 from manyhands.training.state.schedule_effects import groups_alone
 from manyhands.training.state.weight_guard import WeightGuard
 from manyhands.values.errors import CheckpointMismatch, TaskError
@@ -59,9 +59,10 @@ class Replica:
         device: torch.device,
         *,
         protect: bool = False,
+        seed: int = 0,
     ) -> None:
         """`protect`: end this process when anything but the optimizer writes to the weights."""
-        self.model, self.optimizer, self.schedule = model, optimizer, schedule
+        self.model, self.optimizer, self.schedule, self.seed = model, optimizer, schedule, seed
         self.step = 0
         """Optimizer steps done."""
         self.changes: Mapping[int, Mapping[str, Any]] = {}
@@ -137,7 +138,7 @@ class Replica:
         if self.schedule is not None:
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # it was, elsewhere
             with groups_alone(self.schedule, self.model):
-                self.schedule.step()
+                step_schedule(self.schedule, self.seed, self.step)
         self.step += 1
         if self.step in self.changes:
             self.change(self.changes[self.step])

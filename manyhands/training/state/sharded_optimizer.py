@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from manyhands.training.compute.seeds import seed_everything
 from manyhands.training.state.layout import (
     Bounds,
     Lanes,
@@ -73,12 +74,14 @@ class ShardedOptimizer:
         cut: str,
         kept: Kept,
         buffers: ModuleBuffers,
+        *,
+        seed: int = 0,
     ) -> None:
         """`buffers`: an optimizer that is left whole may change them, in its hooks; and they say
         by which factors the rows of some parameters are shortened before the step that is taken
-        (max_norm_rows.py)."""
+        (max_norm_rows.py). `seed`: of what such an optimizer draws at random."""
         self.users, self.cut, self.kept, self.undo_log = optimizer, cut, kept, undo_log
-        self.buffers = buffers
+        self.buffers, self.seed = buffers, seed
         self.parameters, self.layout, self.weights = parameters, layout, weights
         self.row_factors = buffers.row_factors()
         groups = enumerate(optimizer.param_groups)
@@ -208,8 +211,10 @@ class ShardedOptimizer:
     def _whole_step(self, step: int) -> None:
         """The user's optimizer as it is, hooks and all. They find the buffers as the step's
         micro-batches left them, merged; what they make of them is the state after the step, and
-        counts as soon as the unit does (undo_log.py: the box of the step before stays)."""
+        counts as soon as the unit does (undo_log.py: the box of the step before stays). What is
+        drawn at random depends on the step, not on who takes it."""
         self.buffers.show()
+        seed_everything(self.seed, step, "optimizer")
         with writable(self.layout.pieces, self.parameters, self.weights):
             self._bare_step(self.users)
         self.buffers.commit_alone()

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from manyhands.accounting.deal_micro_batches import Cut, MicroBatch, Node
 from manyhands.training.compute.micro_batch_gradient import Leaf, LossFn, compute
+from manyhands.training.compute.seeds import seed_everything
 from manyhands.training.state.layout import BLOCK, share_out, units
 from manyhands.training.state.max_norm_rows import shorten
 from manyhands.training.state.memory import Memory
@@ -53,6 +54,7 @@ class Alone:
             "nowhere",
             NOTHING_KEPT,
             replica.buffers,
+            seed=train.seed,
         )
         self._gradients: list[dict[str, Tensor]] = []
         self._leaves: list[Leaf] = []
@@ -169,6 +171,7 @@ class Alone:
                 shorten(weight.view(-1), 0, piece.shape[1], factors[piece.name])
         replica.buffers.show()
         with one_thread(), writable(replica.layout.pieces, replica.parameters, replica.weights):
+            seed_everything(self.seed, replica.step, "optimizer")
             replica.optimizer.step()
         replica.optimizer.zero_grad()
         replica.buffers.commit_alone()  # hooks of the optimizer may have changed them

@@ -91,6 +91,7 @@ class AllReduce:
             self.cut,
             kept,
             replica.buffers,
+            seed=train.seed,
         )
         self.form = Form(len(layout.trainable), replica.buffers.row_width)
         self.outcomes = BufferOutcomes(replica.buffers, self.form)

@@ -128,7 +128,14 @@ class Regrouping:
     def _take_note(self, note: bytes) -> None:
         replica = self.replica
         replica.step, groups, saved = json.loads(note)
-        restore(replica.optimizer, replica.schedule, groups=groups, saved=saved, step=replica.step)
+        restore(
+            replica.optimizer,
+            replica.schedule,
+            groups=groups,
+            saved=saved,
+            step=replica.step,
+            seed=replica.seed,
+        )
         self._current = True
 
     # ---- after a death
