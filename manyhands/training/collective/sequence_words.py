@@ -5,6 +5,10 @@ Each worker owns one sequence word, which only it writes and which only grows. W
 every word has reached a number. A waiter sleeps in the kernel (futex) on the word of one laggard,
 never longer than NAP_S, and then asks its patience whether to give up: a killed worker can delay
 the others by a nap, never for ever.
+
+Who sees a word grow must also see what its owner wrote before. x86 keeps stores and loads in order,
+so plain ones will do. Other processors, aarch64 among them, do not, and nothing here puts barriers
+around the words; there it is refused, and workers meet over sockets of torch (gloo) instead.
 """
 
 import ctypes
@@ -24,7 +28,7 @@ SPIN_S = 50e-6
 STRIDE = 16
 """Words lie 64 bytes apart, so that writing one does not slow down the readers of another."""
 
-_SYSCALL = {"x86_64": 202, "aarch64": 98}
+_SYSCALL = {"x86_64": 202}
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -50,8 +54,8 @@ class SequenceWords:
         """`watched`: another thread of this worker waits for its own word."""
         if platform.machine() not in _SYSCALL:
             raise RequestError(
-                f"shared memory between workers is not built for {platform.machine()}. "
-                "Use --set train.collective=gloo."
+                "shared memory between workers is built for x86_64, which keeps stores in order; "
+                f"this is {platform.machine()}. Use --set train.collective=gloo (untried there)."
             )
         self.words, self.rank, self.patience = words[::STRIDE], rank, patience
         self.watched = watched
