@@ -27,6 +27,8 @@ OTHER = {
     "train.sync": "alone",
     "train.collective": "gloo",
     "train.overlap": "false",
+    "train.encrypt": "false",
+    "train.unlike": "warn",
     "train.audit_every": "2",
     "data.transfer": "replicate",
     "data.placement": "block",
@@ -63,6 +65,8 @@ OTHER = {
 ELSEWHERE = {
     "train.threads": "one more thread rounds a small product as before; docs/exactness.md",
     "train.device": "there is no GPU here",
+    "train.portable": "other kernels may round a small product as before",
+    "train.not_finite": "everything here is finite",
     "data.fold": "has a test of its own below",
 }
 """Setting → why its effect is not tried in one small run."""
@@ -168,7 +172,13 @@ def stopped(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 
 BASE = ["train.batch=24", "train.micro_batch=6", "train.steps=2"]
-ANOTHER = OTHER | {"train.threads": "2", "train.device": "cuda", "data.fold": "2"}
+ANOTHER = OTHER | {
+    "train.threads": "2",
+    "train.device": "cuda",
+    "train.portable": "true",
+    "train.not_finite": "skip",
+    "data.fold": "2",
+}
 
 
 @pytest.mark.parametrize("setting", [s for s, effect in EFFECTS.items() if effect == "weights"])
