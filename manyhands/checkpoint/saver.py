@@ -48,6 +48,8 @@ class Saver:
         self._copies: dict[tuple[str, str], Tensor] = {}
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self.writing_s = 0.0
+        """How long it took to write the last save."""
 
     def save(self, step: int, attempt: int, contents: Sequence[Content]) -> None:
         started = time.perf_counter()
@@ -72,10 +74,12 @@ class Saver:
     def _write(
         self, step: int, attempt: int, contents: Sequence[Content], blocked_s: float
     ) -> None:
+        started = time.perf_counter()
         try:
             files = {
                 c.name: self.storage.put(step, attempt, c.name, self._watched(c)) for c in contents
             }
+            self.writing_s = time.perf_counter() - started
             self.written(step, attempt, files, blocked_s)
         except BaseException as error:
             self._error = error

@@ -55,9 +55,11 @@ class Bookkeeping:
         self,
         job: ResolvedRun,
         made: Plan,
-        first_step: int,
+        resume: int | None,
         book: ledger.Book,
     ) -> None:
+        """`resume`: the step from which a run goes on that was begun before."""
+        first_step = resume or 0
         self.job, self.plan, self.started, self.book = job, made, job.asked, book
         live = [s for c in book.changes if c.step <= first_step for s in live_settings(c.settings)]
         self.live = LiveSettings(job.config.with_settings(live))
@@ -78,7 +80,7 @@ class Bookkeeping:
         """The wished speed and the forecast, while there are any."""
         self.hosts: list[HostStatus] = []
         self.links: list[Link] = []
-        self.first_step = first_step
+        self.first_step, self.new = first_step, resume is None
         # By step: what was evaluated again after a resume counts once.
         past = {
             e.step: events.numbers_of(e.scores)
@@ -93,7 +95,7 @@ class Bookkeeping:
             batch=job.config.train.batch,
             workers=made.workers.value,
         )
-        verb = f"resuming at step {first_step}" if first_step else "training"
+        verb = "training" if resume is None else f"resuming at step {first_step}"
         title = f"{verb} in {job.run.root}"
         lines = [title, *(f"  {line}" for line in made.lines())]
         self.outputs.note("\n".join(lines))
@@ -262,8 +264,6 @@ class Bookkeeping:
 
     def _retain(self) -> None:
         checkpoint = self.live.config.checkpoint
-        if checkpoint is None:
-            return
         steps = self.storage.steps()
         best = None
         if checkpoint.keep_best is not None:
@@ -340,7 +340,7 @@ class Bookkeeping:
         self.storage.sweep()
         self._use_reserve()
         if cause.request and cause.step <= self.first_step:
-            if self.first_step == 0:  # nothing was computed: leave no half-made run behind
+            if self.new:  # nothing was computed: leave no half-made run behind
                 self._forget()
             return RequestError(cause.what)
         verdict = msgspec.structs.replace(self._verdict(cause), decided="give up")

@@ -48,12 +48,13 @@ RESERVED_BYTES = 1 << 15
 
 
 def drive(job: ResolvedRun, launcher: Launcher, *, resume: int | None = None) -> Report:
-    """Train from the beginning, or from a saved step of the run, whose lock is then held."""
+    """Train from the beginning, or go on with a run whose lock is then held: from a saved step, or
+    (0) from the beginning."""
     records, held_out = open_data(job.loaded.task.data, job.loaded.task.held_out, job.config.data)
     check_criteria(job.config, job.loaded.task, held_out)
     made = _planned(job, launcher, records)
     _refuse_if_finished(job, made, resume)
-    start_from = weights_file(job.config) if resume is None else None
+    start_from = None if resume else weights_file(job.config)
     reserve(job, launcher, made)
     refuse_few_open_files(made.workers.value)
     # On several hosts workers fetch their own data.
@@ -116,7 +117,7 @@ def _write_down(
     parcel = ship_task.pack(job.loaded, launcher.fds[0], many=launcher.traits.many_hosts)
     launcher.hosts.load(parcel.end, job.run.root, job.config.recovery.host_s)
     book, first_worker = _book(job, len(records), resume)
-    books = Bookkeeping(job, made, resume or 0, book)
+    books = Bookkeeping(job, made, resume, book)
     write_whole(job.run.config, to_toml(job.config, task=task_line(job.loaded)))
     return _Written(parcel, books, first_worker, records_in_hand(*data, job.config))
 
@@ -267,7 +268,7 @@ def _situation(
         least=job.workers[0] if isinstance(job.workers, tuple) else 1,
         replaceable=launcher.traits.replaceable,
         private=made.collective.value in PRIVATE,
-        restore=resume,
+        restore=resume or None,
         micro_batches=made.micro_batches.value,
         most=most_workers(job, launcher, made),
         journal=journal_of(books.book.changes),
@@ -282,7 +283,7 @@ def _situation(
         unlike=job.config.train.unlike,
         scored=scored,
         enough=enough,
-        saved=-1 if resume is None else resume,
+        saved=resume or -1,
     )
 
 

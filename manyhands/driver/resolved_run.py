@@ -18,7 +18,7 @@ from manyhands.planning.planner import read_workers
 from manyhands.training.state.memory import MOST_RANKS
 from manyhands.values import events
 from manyhands.values.config import RunConfig, from_dict, read_toml
-from manyhands.values.errors import ConfigError, RunDirError
+from manyhands.values.errors import ConfigError
 from manyhands.values.planned_faults import FaultPlan
 from manyhands.values.run_folder import RunDir, new_run_path
 from manyhands.values.run_options import Pace, ResumeRequest, RunRequest
@@ -116,17 +116,15 @@ def _resolved(
 
 
 def _step_to_go_on_from(folder: RunDir) -> tuple[int, list[str]]:
-    """The newest good checkpoint, and what is wrong with newer ones, which are set aside."""
+    """The newest good checkpoint, and what is wrong with newer ones, which are set aside. With none
+    that is good, the run begins again: at step 0, and so with the same bits."""
     storage = FolderStorage(folder)
     storage.sweep()
     step, problems = newest_good(storage)
-    if step is None:
-        found = f" ({'; '.join(problems)})" if problems else ""
-        raise RunDirError(f"{folder.root} holds no checkpoint to resume from{found}.")
     for newer in storage.steps():  # they may be half of a step, or none
-        if newer > step:
+        if newer > (step or 0):
             storage.set_aside(newer)
-    return step, problems
+    return step or 0, problems
 
 
 def _how_many(pace: Pace, now: float) -> tuple[Workers, Aim | None]:

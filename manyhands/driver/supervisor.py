@@ -19,6 +19,7 @@ from manyhands.driver.supervise.host_roster import with_ranks
 from manyhands.driver.supervise.liveness import Liveness
 from manyhands.driver.supervise.membership import decide, redealt, suspicious
 from manyhands.driver.supervise.run_outcome import Done, Incident
+from manyhands.driver.supervise.save_timer import SaveTimer
 from manyhands.driver.supervise.unlike_hosts import UnlikeHosts, first_host
 from manyhands.driver.supervise.worker_states import Situation, WorkerState
 from manyhands.launch.engines.fork_agent import WorkerStarted
@@ -49,6 +50,7 @@ from manyhands.values.messages import (
     Ready,
     Reply,
     RoundPart,
+    SaveNow,
     Scored,
     StoreFile,
     Testimony,
@@ -84,6 +86,7 @@ class Supervisor:
         self.liveness, self.audit = Liveness(), Audit(situation, books.event)
         self.links = HostLinks(situation, books.event)
         self.unlike = UnlikeHosts(situation, books.event)
+        self.save_timer = SaveTimer(lambda: books.live.config.checkpoint.by_clock_s)
         self.next_worker = first_worker
         self.parts: dict[str, dict[int, RoundPart]] = {}
         self.saving: dict[tuple[int, int], dict[int, Written]] = {}
@@ -123,6 +126,9 @@ class Supervisor:
                 if isinstance(decision, decisions.GiveUp):
                     return self._with_records(decision.cause)
                 self._do(decision)
+            if self.now.running and self.save_timer.due():
+                self.now.halts += 1
+                self._tell_members(SaveNow(number=self.now.halts))
             self.requests.answer()
             if time.monotonic() - reported > 0.5:
                 reported = time.monotonic()
@@ -235,6 +241,8 @@ class Supervisor:
             return
         if isinstance(sign, WorkerStarted):
             worker.pid = sign.pid
+            if sign.note:
+                self.books.event(events.Warned(text=f"{worker.host_name}: {sign.note}"))
             return
         worker.exit, worker.work = sign, sign.work or worker.work
         if sign.lost:
@@ -413,6 +421,7 @@ class Supervisor:
             files = [f for w in written.values() for f in w.files]
             blocked_s = max(w.blocked_s for w in written.values())
             self.books.written(message.step, message.attempt, files, blocked_s)
+            self.save_timer.saved(blocked_s, max(w.writing_s for w in written.values()))
             self.now.saved = self.now.restore = max(self.now.saved, message.step)
 
     def _report(self) -> None:

@@ -132,7 +132,7 @@ def check_criteria(config: RunConfig, task: Task, held_out: Records | None) -> N
     wanted: dict[str, str] = {}
     if config.evaluate is not None:
         wanted["evaluate.by"] = config.evaluate.by
-    if config.checkpoint is not None and config.checkpoint.keep_best is not None:
+    if config.checkpoint.keep_best is not None:
         wanted["checkpoint.keep_best"] = config.checkpoint.keep_best
     known = ["loss", *task.scores]
     for setting, text in wanted.items():

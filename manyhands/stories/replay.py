@@ -156,7 +156,7 @@ def _copy(run: RunDir, scratch: Path, first: int) -> RunDir:
 def _config(config: RunConfig, last: int, *, audit: bool) -> RunConfig:
     """All that the weights follow from. How they were computed then does not matter: a run over MPI
     is replayed without it, and one that was `alone` by two workers, if so many are asked for."""
-    every = config.checkpoint.every_steps if config.checkpoint is not None else last
+    every = config.checkpoint.every_steps or last
     same = of_the_result(config)
     train = replace(same.train, steps=last, audit_every=1 if audit else None)
     kept = CheckpointConfig(every_steps=every, keep_last=1 << 30)

@@ -131,8 +131,12 @@ def _between(
                 patience=patience,
                 encrypt=reach.encrypt,
             )
-            if place.measure:  # here it is the first thing that happens between hosts
-                reach.measured(links.measure())
+            try:
+                if place.measure:  # here it is the first thing that happens between hosts
+                    reach.measured(links.measure())
+            except BaseException:
+                links.close()
+                raise
             return links
 
 

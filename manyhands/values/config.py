@@ -143,10 +143,18 @@ class TrainConfig:
         return self.batch // self.micro_batch_size
 
 
+BY_DEFAULT_S = 300.0
+"""Nobody loses a day for want of a setting."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointConfig:
-    every_steps: int = setting(500, "nothing", live=True)
-    """Save after this many optimizer steps. The last step is always saved."""
+    every_steps: int | None = setting(None, "nothing", live=True)
+    """Save after this many optimizer steps. The last step is always saved. Left out: by time."""
+
+    every_s: float | None = setting(None, "nothing", live=True)
+    """Save after about this many seconds, at whatever step that is; less often where saving would
+    take more than a hundredth of the time. 0: never. Left out: 300, or never with `every_steps`."""
 
     keep_last: int = setting(3, "nothing", live=True)
     """How many committed steps stay on disk; older ones are deleted after a commit."""
@@ -156,14 +164,17 @@ class CheckpointConfig:
     best), "loss" (smallest is best), or "error:min" to say so."""
 
     def __post_init__(self) -> None:
-        _at_least(
-            "checkpoint",
-            "every_steps",
-            self.every_steps,
-            1,
-            "To save the last step only, leave out the [checkpoint] section.",
-        )
+        never = "To save the last step only, set checkpoint.every_s=0."
+        _at_least("checkpoint", "every_steps", self.every_steps, 1, never)
+        _at_least("checkpoint", "every_s", self.every_s, 0)
         _at_least("checkpoint", "keep_last", self.keep_last, 1)
+
+    @property
+    def by_clock_s(self) -> float:
+        """Save about this often by the clock; 0: not by the clock."""
+        if self.every_s is None:
+            return BY_DEFAULT_S if self.every_steps is None else 0.0
+        return self.every_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -268,8 +279,8 @@ class DataConfig:
 class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     data: DataConfig = field(default_factory=DataConfig)
-    checkpoint: CheckpointConfig | None = None
-    """Left out: only the last step is saved."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """Left out: every five minutes or so, and the last step."""
     evaluate: EvaluateConfig | None = None
     """Left out: held-out records, if there are any, are scored once at the end."""
     log: LogConfig = field(default_factory=LogConfig)

@@ -3,6 +3,7 @@
 
 import os
 import sys
+import tempfile
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,10 +34,28 @@ PORTABLE = {
 branch will not do: on an AMD processor MKL silently takes another."""
 
 
+KERNELS = "ONEDNN_MAX_CPU_ISA"
+
+
+def limited_kernels() -> str | None:
+    """What the user holds oneDNN to, if anything."""
+    return os.environ.get(KERNELS, os.environ.get("DNNL_MAX_CPU_ISA"))
+
+
+def limit_kernels(isa: str) -> None:
+    """Hold oneDNN to these instructions, in this process (before it computes anything: oneDNN looks
+    once) and in those that it starts."""
+    os.environ[KERNELS] = isa
+
+
 def user_cache() -> Path:
-    """Where this user's programs keep what they can fetch again."""
+    """Where this user's programs keep what they can fetch again. A user without a name (in many
+    containers) may have no home."""
     named = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return named if named.is_absolute() else Path.home() / ".cache"
+    try:
+        return named if named.is_absolute() else Path.home() / ".cache"
+    except RuntimeError:
+        return Path(tempfile.gettempdir()) / f"cache-{os.getuid()}"
 
 
 def search_path(path: Sequence[str]) -> None:

@@ -186,7 +186,7 @@ class Interrupted(ManyhandsError):
 
     def __str__(self) -> str:
         run, step = self.args
-        if step is None:
-            return f"interrupted before anything was saved; {run} can be deleted"
         again = command_line("resume", Path(run))
+        if step is None:
+            return f"interrupted before anything was saved. Begin again: {again}"
         return f"interrupted; step {step} is saved. Continue with: {again}"

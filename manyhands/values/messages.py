@@ -6,7 +6,8 @@ at the end Left, or Trouble. Its line stamps the generation of its view on every
 
 The supervisor answers with Views, a Reply to each round of Parts, and two ways to make a new view
 possible: Halt (leave the loop after the next step that all agree on: nothing is computed in vain)
-and Break (stop waiting for somebody who is gone).
+and Break (stop waiting for somebody who is gone). SaveNow is agreed on as a Halt is; both are
+commands, numbered in one sequence.
 """
 
 from typing import Any
@@ -170,6 +171,8 @@ class Written(Message, frozen=True):
     attempt: int
     files: list[SavedFile]
     blocked_s: float
+    writing_s: float = 0.0
+    """How long it took to write them, while training went on."""
 
 
 class Fragment(Message, frozen=True):
@@ -296,7 +299,7 @@ class View(Message, frozen=True):
     built: list[bytes] = []
     """What each member built, by rank."""
     halts: int = 0
-    """How many Halts were sent before it."""
+    """How many commands (Halt, SaveNow) were given before it."""
     journal: dict[int, Settings] = {}
     """All changes so far: after how many steps, and what."""
     changes: Settings = {}
@@ -343,6 +346,12 @@ class Halt(Message, frozen=True):
     number: int
 
 
+class SaveNow(Message, frozen=True):
+    """Command `number`: save after the next step that all agree on, and go on."""
+
+    number: int
+
+
 class Break(Message, frozen=True):
     """Members of view `generation` are gone: stop waiting, at once."""
 
@@ -366,7 +375,7 @@ FromWorker = (
     | Passed
     | Left
 )
-FromSupervisor = View | Reply | Answer | Halt | Break
+FromSupervisor = View | Reply | Answer | Halt | SaveNow | Break
 
 encode = msgspec.msgpack.Encoder().encode
 decode_from_worker = msgspec.msgpack.Decoder(FromWorker).decode

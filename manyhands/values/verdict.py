@@ -94,9 +94,7 @@ class Verdict(Failure, frozen=True, kw_only=True):
             again = command_line("resume", Path(self.run))
             lines.append(f"  saved     step {self.saved}; continue: {again}")
         else:
-            lines.append(
-                "  saved     nothing; a [checkpoint] section with every_steps saves on the way"
-            )
+            lines.append(f"  saved     nothing; begin again: manyhands resume {self.run}")
         return "\n".join(lines)
 
 

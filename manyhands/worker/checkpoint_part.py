@@ -35,13 +35,15 @@ def saver(
                 attempt=attempt,
                 files=listed,
                 blocked_s=blocked_s,
+                writing_s=made.writing_s,
             )
         )
 
     def progress() -> None:
         line.heartbeat.progress += 1
 
-    return Saver(FolderStorage(run) if shares else CarriedStorage(line), written, progress)
+    made = Saver(FolderStorage(run) if shares else CarriedStorage(line), written, progress)
+    return made
 
 
 def optimizer_part(worker: int, entries: Iterable[OptimizerEntry]) -> Content:

@@ -44,13 +44,15 @@ class StepHooks:
         self.halting = False
         """All leave the loop, and take their places in another view."""
         self.scored_at = self.saved_at = self.logged = -1
+        self.obeyed = 0
+        """The last command that was looked at for a wish to save."""
         self.plain: PlainState | None = None
         """What a model has that no worker knows of another; looked at around the first step."""
 
     def enter(self, view: View, world: World) -> None:
         """With the state that the members of a view have come to."""
         self.view, self.world, self.halting = view, world, False
-        self.scored_at, self.saved_at = view.scored, view.saved
+        self.scored_at, self.saved_at, self.obeyed = view.scored, view.saved, view.halts
         self.configure()
 
     def configure(self) -> None:
@@ -143,8 +145,11 @@ class StepHooks:
         return reason is not None
 
     def _save_when_due(self, replica: Replica, facts: StepFacts | None = None) -> None:
-        checkpoint = self.config.checkpoint
-        if checkpoint is not None and replica.step % checkpoint.every_steps == 0:
+        every, asked = self.config.checkpoint.every_steps, False
+        if facts is not None:  # all have heard the same commands, so all save after the same step
+            asked = self.channel.told_to_save(self.obeyed, facts.agreed)
+            self.obeyed = max(self.obeyed, facts.agreed)
+        if asked or (every is not None and replica.step % every == 0):
             self._save(replica)
 
     def _save(self, replica: Replica) -> None:
@@ -161,5 +166,5 @@ class StepHooks:
     def _leave_when_asked(self, replica: Replica, facts: StepFacts) -> bool:
         """All have heard the same Halt, so all leave after the same step."""
         done = replica.step >= self.orders.steps or self.because != ALL_DONE
-        self.halting = facts.agreed > self.view.halts and not done
+        self.halting = self.channel.told_to_halt(self.view.halts, facts.agreed) and not done
         return self.halting

@@ -48,6 +48,7 @@ GOOD = HostFacts(
     ports="32768-60999",
     loopback_s=2e-5,
     sees=True,
+    free_bytes=50 << 30,
 )
 
 
@@ -68,6 +69,10 @@ MACHINES = {
     "no shared memory": ({"segments": "File too large"}, "✗ a: workers cannot share memory"),
     "another's address": ({"bound": "10.0.0.9: no"}, "✗ a: no port can be bound at 10.0.0.9: no"),
     "a busy one": ({"loopback_s": 0.01}, "! a: 10.000 ms there and back"),
+    "little room": ({"free_bytes": 200 << 20}, "! a: only 210 MB are free where runs are kept"),
+    "a full disk": ({"free_bytes": 4096}, "✗ a: only 0 MB are free where runs are kept"),
+    "no init": ({"zombies": True}, "! a: process 1 does not reap orphans"),
+    "unusable bf16": ({"kernels": "AVX512_CORE"}, "! a: this machine announces AMX and does not"),
     "no loopback": ({"loopback_s": -1.0}, "✗ a: 127.0.0.1 cannot be reached"),
 }
 
@@ -286,3 +291,33 @@ def test_a_slow_link(examined: Any) -> None:
     assert len(links) == 3
     assert [sign for sign, hosts, _ in links if "b" in hosts.split(" – ")] == ["!", "!"]
     assert "A run on 3 hosts would work" in said
+
+
+NO_INIT = """
+import os, sys, time
+child = os.fork()
+if child == 0:
+    from manyhands.stories.doctor.probe import orphans_are_reaped
+    print(orphans_are_reaped())
+    sys.stdout.flush()
+    os._exit(0)
+os.waitpid(child, 0)
+"""
+
+
+@pytest.mark.parametrize("init", [False, True])
+def test_a_process_one_that_is_no_init_is_found(init: bool) -> None:
+    """Once under one that waits for its own child only, and once under that of our commands."""
+    command = "from manyhands.cli.init_process import init_stays_behind as i; i()\n" if init else ""
+    unshare = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    tried = subprocess.run([*unshare, "true"], capture_output=True, text=True, check=False)
+    if tried.returncode:
+        pytest.skip(f"no process namespaces here: {tried.stderr.strip()}")
+    done = subprocess.run(
+        [*unshare, sys.executable, "-c", command + NO_INIT],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert done.stdout == f"{init}\n", done.stderr

@@ -8,9 +8,12 @@ import torch
 from torch.optim import lr_scheduler as lr
 
 import manyhands as mh
+from manyhands.accounting import ledger
+from manyhands.accounting.proof import check
 from manyhands.launch.engines.launcher import Launcher
 from manyhands.stories.replay import replay
 from manyhands.values.errors import ConfigError, RunDirError
+from manyhands.values.events import Saved, read_events
 from manyhands.values.planned_faults import FaultPlan
 from manyhands.values.run_folder import RunDir, locked
 from tests.support.tasks import ConvNet, classify, images, make
@@ -107,9 +110,6 @@ def test_what_cannot_be_resumed_says_why(launcher: Launcher, tmp_path: Path) -> 
         resume(task=make("lstm"), settings=["train.steps=4"])
     with pytest.raises(RunDirError, match="does not exist"):
         mh.resume(tmp_path / "nowhere", launcher=launcher)
-    shutil.rmtree(folder / "checkpoints" / "step-00000002")
-    with pytest.raises(RunDirError, match="no checkpoint to resume from"):
-        resume(task=make("cnn"))
 
 
 def test_a_run_of_another_torch_says_so_and_how_to_go_on_exactly(
@@ -199,3 +199,66 @@ def test_a_refused_resume_changes_nothing(launcher: Launcher, tmp_path: Path) ->
                 tmp_path / "run", make("cnn"), settings=[setting], quiet=True, launcher=launcher
             )
     assert (tmp_path / "run" / "config.toml").read_text() == before
+
+
+def with_lbfgs() -> mh.Task:
+    return mh.Task(
+        model=ConvNet,
+        loss=classify,
+        optimizer=lambda m: torch.optim.LBFGS(m.parameters()),
+        data=images(),
+    )
+
+
+def test_a_run_that_died_before_its_first_checkpoint_begins_again(
+    launcher: Launcher, tmp_path: Path
+) -> None:
+    settings = [*BASE, f"train.steps={TOTAL}", "recovery.losses=0"]
+    folder, calm = tmp_path / "run", tmp_path / "calm"
+    with pytest.raises(mh.RunFailed, match=f"nothing; begin again: manyhands resume {folder}"):
+        mh.train(
+            make("cnn"),
+            to=folder,
+            workers=2,
+            settings=settings,
+            quiet=True,
+            launcher=launcher,
+            faults=FaultPlan().kill(rank=1, at_step=3),
+        )
+    with pytest.raises(mh.RequestError, match="LBFGS"):  # that does not cost the run
+        mh.resume(folder, with_lbfgs(), quiet=True, launcher=launcher)
+    again = mh.resume(folder, make("cnn"), workers=3, quiet=True, launcher=launcher)
+    known = mh.train(
+        make("cnn"), to=calm, workers=1, settings=settings, quiet=True, launcher=launcher
+    )
+    assert again.fingerprint == known.fingerprint
+    assert check(ledger.read(RunDir(folder).ledger)).ok
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_saving_by_the_clock_changes_no_bit(
+    workers: int, launcher: Launcher, tmp_path: Path
+) -> None:
+    """All workers save after the same step, whichever that is; one of them is killed on the way."""
+    folder, long = tmp_path / "run", [*BASE, "train.steps=60", "checkpoint.keep_last=1000"]
+    faults = FaultPlan().kill(rank=workers - 1, at_step=25)
+    by_clock = [*long, "checkpoint.every_s=0.01"]
+    report = mh.train(
+        make("cnn"),
+        to=folder,
+        workers=workers,
+        settings=by_clock,
+        quiet=True,
+        launcher=launcher,
+        faults=faults,
+    )
+    saved = [e.step for e in read_events(RunDir(folder).events) if isinstance(e, Saved)]
+    assert len(saved) > 2 and saved[-1] == 60
+    calm = run(launcher, tmp_path / "calm", "cnn", 2, *long[2:])
+    assert report.fingerprint == calm.fingerprint
+    kept = [p.name for p in (tmp_path / "calm" / "checkpoints").iterdir()]
+    assert kept == ["step-00000060"], "a run that is over in five minutes saves its last step"
+    for step in saved[2:]:
+        shutil.rmtree(RunDir(folder).step(step))
+    again = mh.resume(folder, make("cnn"), workers=2, quiet=True, launcher=launcher)
+    assert again.fingerprint == calm.fingerprint

@@ -30,6 +30,7 @@ from pathlib import Path
 
 import msgspec
 
+from manyhands.launch.engines.kernels_that_die import spare_workers
 from manyhands.launch.engines.work_mark import WorkMark
 from manyhands.values.machine import oom_kills
 from manyhands.values.work_in_hand import WorkInHand
@@ -53,6 +54,8 @@ class KillWorker(msgspec.Struct, frozen=True, tag=True):
 class WorkerStarted(msgspec.Struct, frozen=True, tag=True):
     worker: int
     pid: int
+    note: str = ""
+    """What a person should know about this host; said with its first worker."""
 
 
 class WorkerExit(msgspec.Struct, frozen=True, tag=True):
@@ -116,9 +119,14 @@ def adopt_orphans() -> None:
 
 class Agent:
     def __init__(
-        self, channel: socket.socket, driver: int, entry: Callable[[bytes, WorkMark], int]
+        self,
+        channel: socket.socket,
+        driver: int,
+        entry: Callable[[bytes, WorkMark], int],
+        note: str = "",
     ) -> None:
-        """`driver`: its pidfd."""
+        """`driver`: its pidfd. `note`: what a person should know about this host."""
+        self.note = note
         self.channel, self.driver, self.entry, self.pid = channel, driver, entry, os.getpid()
         self.selector = selectors.DefaultSelector()
         self.selector.register(channel, selectors.EVENT_READ)
@@ -171,7 +179,8 @@ class Agent:
                 self.kept[pid] = mark, order.log
                 self.pids[order.worker], self.workers[pid] = pid, order.worker
                 self.selector.register(os.pidfd_open(pid), selectors.EVENT_READ, pid)
-                self._tell(WorkerStarted(order.worker, pid))
+                self._tell(WorkerStarted(order.worker, pid, self.note))
+                self.note = ""
             case KillWorker():
                 pid = self.pids.get(order.worker)
                 if pid in self.workers:
@@ -348,8 +357,9 @@ def main() -> None:
     except Exception as error:
         channel.send(encode(AgentUnable(f"{type(error).__name__}: {error}")))
         return
+    note = spare_workers()
     gc.freeze()  # workers need not look at (and so copy) what they all have in common
-    Agent(channel, driver, entry).serve()
+    Agent(channel, driver, entry, note).serve()
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from manyhands.values.messages import (
     Halt,
     ReadFile,
     Reply,
+    SaveNow,
     StoreFile,
     View,
     decode_from_supervisor,
@@ -112,7 +113,9 @@ class WorkerChannel:
         self.arrived = threading.Condition()
         self.generation = 0
         """Of the view that the training thread is in."""
-        self._halts = 0
+        self._heard = 0
+        self._saves: set[int] = set()
+        """Which commands were SaveNow; the others were Halts."""
         self._broken = 0
         self._wake = os.eventfd(0)
         self._thread = threading.Thread(target=self._run, name="line", daemon=True)
@@ -126,7 +129,7 @@ class WorkerChannel:
         """Wait for a place in the next view."""
         with self.waiting:
             view = self.views.get()
-        self.generation, self._halts = view.generation, max(self._halts, view.halts)
+        self.generation, self._heard = view.generation, max(self._heard, view.halts)
         with self.arrived:
             self.replies.clear()  # those of earlier views
         return view
@@ -157,8 +160,15 @@ class WorkerChannel:
             return self.answers.pop(number)
 
     def heard(self) -> int:
-        """The number of the last Halt that arrived here."""
-        return self._halts
+        """The number of the last command that arrived here."""
+        return self._heard
+
+    def told_to_halt(self, after: int, upto: int) -> bool:
+        """Whether there is a Halt among these commands, which have all been heard."""
+        return any(number not in self._saves for number in range(after + 1, upto + 1))
+
+    def told_to_save(self, after: int, upto: int) -> bool:
+        return any(number in self._saves for number in range(after + 1, upto + 1))
 
     def broken(self) -> bool:
         """Whether members of the current view are gone."""
@@ -231,7 +241,10 @@ class WorkerChannel:
                             self.answers[number] = message
                             self.arrived.notify_all()
                     case Halt(number=number):
-                        self._halts = max(self._halts, number)
+                        self._heard = max(self._heard, number)
+                    case SaveNow(number=number):
+                        self._saves.add(number)  # first: whoever has heard it knows what it is
+                        self._heard = max(self._heard, number)
                     case Break(generation=generation):
                         self._broken = max(self._broken, generation)
                         with self.arrived:

@@ -9,12 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from manyhands.launch.engines.kernels_that_die import words
 from manyhands.launch.hosts.joined_hosts import differs
 from manyhands.stories.doctor.questions import HostFacts
 from manyhands.values.worker_status import Link
 
 FEW_FILES, TOO_FEW_FILES = 1024, 128
 SMALL_SHM_BYTES = 128 << 20
+LITTLE_ROOM_BYTES, NO_ROOM_BYTES = 1 << 30, 16 << 20
 SLOW_LOOPBACK_S = 1e-3
 CLOCKS_S = 1.0
 SLOW_LINK_BYTES_PER_S, FAR_S = 12.5e6, 5e-3
@@ -72,7 +74,25 @@ def machine_checks(where: str, facts: HostFacts, slots: int | None = None) -> li
     else:
         found.append(Check("ok", where, f"a port can be bound ({facts.listener})"))
     found.append(_loopback(where, facts.loopback_s))
+    if facts.free_bytes >= 0:
+        found.append(_disk(where, facts.free_bytes))
+    if facts.zombies:
+        text = (
+            "process 1 does not reap orphans, as an init does: what processes leave behind piles "
+            "up. docker run --init"
+        )
+        found.append(Check("warning", where, text))
+    if facts.kernels:
+        found.append(Check("warning", where, words(facts.kernels)))
     return found
+
+
+def _disk(where: str, free: int) -> Check:
+    has = f"{free / 1e6:.0f} MB are free where runs are kept"
+    if free >= LITTLE_ROOM_BYTES:
+        return Check("ok", where, has)
+    mark: Mark = "wrong" if free < NO_ROOM_BYTES else "warning"
+    return Check(mark, where, f"only {has}: checkpoints need room, or give --folder")
 
 
 def _shm(where: str, size: int) -> Check:

@@ -15,6 +15,11 @@ import time
 from pathlib import Path
 from typing import IO
 
+from manyhands.launch.engines.kernels_that_die import (
+    kernels_to_use,
+    processor_flags,
+    trial_in_new_process,
+)
 from manyhands.stories.doctor.questions import (
     Answered,
     Clock,
@@ -32,6 +37,7 @@ from manyhands.stories.doctor.questions import (
 )
 from manyhands.training.collective.handshake import PeerListener
 from manyhands.training.collective.sockets import Sockets
+from manyhands.values.environment import limited_kernels
 from manyhands.values.errors import Broken
 from manyhands.values.machine import machine, torch_version
 from manyhands.values.version import VERSION
@@ -40,6 +46,8 @@ from manyhands.values.world import World
 DIAL_S = 3.0
 MEET_S = 10.0
 ECHOES = 50
+ORPHAN_S = 8.0
+"""An init reaps at once; some look around only every few seconds."""
 SEGMENT_BYTES = 1 << 46
 
 
@@ -92,6 +100,9 @@ class Probing:
             ports=_ports(),
             loopback_s=loopback_s(),
             sees=Path(look.marker).exists(),
+            free_bytes=_free_in(Path(look.marker).parent),
+            zombies=not orphans_are_reaped(),
+            kernels=kernels_to_use(processor_flags(), limited_kernels(), trial_in_new_process),
         )
 
     def _meet(self, meet: Meet) -> Met:
@@ -160,6 +171,36 @@ def _why_no_segments() -> str:
     except OSError as error:
         return error.strerror or str(error)
     return ""
+
+
+def orphans_are_reaped() -> bool:
+    """Whether a process is gone that ended after its parent did."""
+    told, tell = os.pipe()
+    middle = os.fork()
+    if middle == 0:
+        orphan = os.fork()
+        if orphan == 0:
+            time.sleep(0.05)
+        else:
+            os.write(tell, str(orphan).encode())
+        os._exit(0)
+    os.waitpid(middle, 0)
+    orphan = int(os.read(told, 20))
+    os.close(told)
+    os.close(tell)
+    deadline = time.monotonic() + ORPHAN_S
+    while time.monotonic() < deadline:
+        if not Path(f"/proc/{orphan}").exists():
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def _free_in(folder: Path) -> int:
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError:
+        return -1
 
 
 def _size_of(folder: Path) -> int:

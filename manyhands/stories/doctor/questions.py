@@ -34,6 +34,12 @@ class HostFacts(msgspec.Struct, frozen=True, tag=True):
     """There and back on this host; -1: not at all."""
     sees: bool
     """The file that was asked for."""
+    free_bytes: int = -1
+    """On the disk where that file is, or would be; -1: it does not see it."""
+    zombies: bool = False
+    """Processes that lose their parent are not reaped when they end."""
+    kernels: str = ""
+    """What bf16 has to be held to here, because better is announced and not allowed."""
 
 
 class Clock(msgspec.Struct, frozen=True, tag=True):

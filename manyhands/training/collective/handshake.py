@@ -259,9 +259,9 @@ class _Meeting:
             host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
         )[0]
         sock = socket.socket(family, socket.SOCK_STREAM)
-        prepare(sock, self.dead_s)
         talk = _Talk(sock, self._call(sock, rank), time.monotonic() + CONNECT_S, rank)
-        self.talks[sock] = talk
+        self.talks[sock] = talk  # from now on it is closed, whatever happens
+        prepare(sock, self.dead_s)
         self.selector.register(sock, selectors.EVENT_WRITE, talk)
         del self.redial[rank]
         if sock.connect_ex(place) not in (0, errno.EINPROGRESS):
@@ -280,9 +280,9 @@ class _Meeting:
                 continue  # it was gone before it was let in
             if sum(talk.rank is None for talk in self.talks.values()) >= MOST_CALLERS:
                 self._make_room()
-            prepare(sock, self.dead_s)
             talk = _Talk(sock, self._answer(sock), time.monotonic() + HANDSHAKE_S, None)
             self.talks[sock] = talk
+            prepare(sock, self.dead_s)
             self.selector.register(sock, selectors.EVENT_READ, talk)
             self._go_on(talk)
 

@@ -72,7 +72,11 @@ class TwoLevel:
         if self.many and world.leads_host:
             assert between is not None, "only workers that share memory can do without"
             self._courier = ThreadPoolExecutor(1, "courier")
-            self.between = self.carry(lambda: between(self._unseen))
+            try:
+                self.between = self.carry(lambda: between(self._unseen))
+            except BaseException:  # nobody has us yet, who would close us
+                self.close()
+                raise
 
     def send(self, errand: Callable[[], T]) -> "Future[T]":
         """Let the courier do something between hosts, after all it was sent for before. When one
