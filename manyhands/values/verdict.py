@@ -94,7 +94,7 @@ class Verdict(Failure, frozen=True, kw_only=True):
             again = command_line("resume", Path(self.run))
             lines.append(f"  saved     step {self.saved}; continue: {again}")
         else:
-            lines.append(f"  saved     nothing; begin again: manyhands resume {self.run}")
+            lines.append(f"  saved     nothing; begin again: {again}")
         return "\n".join(lines)
 
 

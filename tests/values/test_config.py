@@ -48,7 +48,7 @@ HERE = Machine("here", 4, 1 << 34)
         ("data.placement=anywhere", "Invalid enum value 'anywhere'"),
         ("data.cache_limt=20GB", "did you mean 'cache_limit'"),
         ("data.cache_limit=20", "data.cache_limit: Expected `str"),
-        ("checkpoint.every_steps=0", r"leave out the \[checkpoint\] section"),
+        ("checkpoint.every_steps=0", r"To save the last step only"),
     ],
 )
 def test_a_wrong_setting_is_answered(setting: str, says: str) -> None:
