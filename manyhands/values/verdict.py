@@ -90,8 +90,8 @@ class Verdict(Failure, frozen=True, kw_only=True):
                 f"noticed; micro-batches computed again: {self.recomputed}"
             )
             return "\n".join(lines)
+        again = command_line("resume", Path(self.run))
         if self.saved is not None:
-            again = command_line("resume", Path(self.run))
             lines.append(f"  saved     step {self.saved}; continue: {again}")
         else:
             lines.append(f"  saved     nothing; begin again: {again}")
