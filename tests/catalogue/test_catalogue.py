@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +21,16 @@ KINDS = (models, buffers, losses, optimizers, schedules, data, refused)
 CASES: list[Case] = [case for kind in KINDS for case in kind.CASES]
 NUMBERS = (1, 2, 3)
 CALM = FaultPlan()
+KILLED = [
+    "sometimes-used",
+    "batch-norm-average",
+    "embedding-max-norm",
+    "averages",
+    "weights-of-zero",
+]
+KILLED += ["own-noisy", "nadam-in-parts", "cyclic-momentum", "drawn", "augmented"]
+IN_BF16 = ["mlp", "wide", "batch-norm-2d", "attention", "weight", "clip", "gradient-penalty"]
+IN_BF16 += ["mixed-dtypes", "one-micro-batch"]
 
 
 def parameters(cases: Sequence[Case], *, all_numbers: bool = False) -> list[object]:
@@ -100,6 +110,29 @@ def test_a_case_on_other_numbers_of_workers(
     case: Case, workers: int, launcher: Launcher, tmp_path: Path
 ) -> None:
     check(case, workers, tmp_path / "run", launcher)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["gather", "update"])
+@pytest.mark.parametrize("name", KILLED)
+def test_a_case_in_which_a_worker_is_killed(
+    name: str, moment: str, launcher: Launcher, tmp_path: Path
+) -> None:
+    plan = FaultPlan().kill(rank=1, at_step=2, at=moment).kill(rank=0, at_step=4, at=moment)
+    check(named(name), 3, tmp_path / "run", launcher, plan)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", NUMBERS)
+@pytest.mark.parametrize("name", IN_BF16)
+def test_a_case_under_autocast(name: str, workers: int, launcher: Launcher, tmp_path: Path) -> None:
+    case = named(name)
+    case = replace(case, settings=replace(case.settings, precision="bf16"))
+    check(case, workers, tmp_path / "run", launcher)
+
+
+def named(name: str) -> Case:
+    return next(case for case in CASES if case.name == name)
 
 
 def test_the_reference_and_the_cases_know_nothing_of_manyhands() -> None:
