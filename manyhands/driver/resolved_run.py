@@ -19,6 +19,7 @@ from manyhands.training.state.memory import MOST_RANKS
 from manyhands.values import events
 from manyhands.values.config import RunConfig, from_dict, read_toml
 from manyhands.values.errors import ConfigError
+from manyhands.values.local_folders import local_folder
 from manyhands.values.planned_faults import FaultPlan
 from manyhands.values.run_folder import RunDir, new_run_path
 from manyhands.values.run_options import Pace, ResumeRequest, RunRequest
@@ -74,7 +75,11 @@ def resolve(request: RunRequest, attached: Attached) -> ResolvedRun:
     config, given = own, request.config
     if given is not None:
         config = given if isinstance(given, RunConfig) else from_dict(given)
-    to = Path(request.to) if request.to else new_run_path(Path("runs"), name_of(loaded))
+    to = (
+        local_folder(request.to, "a run")
+        if request.to
+        else new_run_path(Path("runs"), name_of(loaded))
+    )
     return _resolved(request, attached, RunDir(to), loaded, config)
 
 

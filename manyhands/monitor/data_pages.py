@@ -107,7 +107,7 @@ def _show_leakage(console: Console, leakage: LeakageSummary) -> None:
 def _shared(counts: Mapping[str, int]) -> Text:
     clean = not any(counts.values())
     counted = ", ".join(f"{count:,} {what}" for what, count in counts.items())
-    verdict = ("nothing leaks", "green") if clean else ("LEAKAGE", "bold red")
+    verdict = ("no record is in two splits", "green") if clean else ("LEAKAGE", "bold red")
     return Text.assemble(("Shared between splits: ", ""), counted, "  ", verdict)
 
 

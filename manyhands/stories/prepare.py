@@ -10,6 +10,7 @@ from typing import Any
 from manyhands.data.preparing import pipeline
 from manyhands.data.shards.manifest import Manifest
 from manyhands.values.errors import RequestError
+from manyhands.values.local_folders import local_folder
 from manyhands.values.option_fields import taking
 from manyhands.values.prepare_options import PrepareRequest
 
@@ -45,7 +46,7 @@ def prepare_request(request: PrepareRequest, executor: Executor | None = None) -
     from manyhands.launch.ray.ray_executor import open_executor
 
     with open_executor(engine, request.worker_resources, request.ray_token) as ray:
-        _refuse_blind_nodes(ray, Path(request.to))
+        _refuse_blind_nodes(ray, local_folder(request.to, "prepared data"))
         try:
             return pipeline.prepare(replace(request, workers=request.workers or ray.workers), ray)
         except BaseException:

@@ -32,7 +32,10 @@ def summary(leakage: LeakageSummary) -> DataSummary:
 @pytest.mark.parametrize(
     ("leakage", "says"),
     [
-        (LeakageSummary(("train", "valid", "test"), SHARED, LABELS, ""), "nothing leaks"),
+        (
+            LeakageSummary(("train", "valid", "test"), SHARED, LABELS, ""),
+            "no record is in two splits",
+        ),
         (LeakageSummary(FOLDS, {**SHARED, "ids": 3}, {"x": tuple(range(20))}, "Mend"), "LEAKAGE"),
     ],
 )

@@ -61,6 +61,7 @@ class PieceFacts(msgspec.Struct, omit_defaults=True):
     lengths: Moments | None = None
     longest: int = 0
     sizes: list[ImageShape] = []
+    infinite: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +85,8 @@ class ColumnFacts:
     longest: int
     sizes: tuple[ImageShape, ...]
     """Of images; all sizes there are, or SIZES of them."""
+    infinite: int = 0
+    """Of the missing ones: numbers that are infinite."""
 
     @property
     def constant(self) -> bool:
@@ -163,6 +166,7 @@ def _about_numbers(part: PieceFacts, values: pa.Array, wants: set[str]) -> int:
     found = numbers(values)
     there = ~nulls(values)
     if found.dtype.kind == "f":
+        part.infinite = int((np.isinf(found) & there).sum())
         there &= np.isfinite(found)
     found = found if there.all() else found[there]
     if len(found):
@@ -247,6 +251,7 @@ class _SumOfPieces:
             lengths=_added(old.lengths, new.lengths),
             longest=max(old.longest, new.longest),
             sizes=sorted({*old.sizes, *new.sizes})[:SIZES],
+            infinite=old.infinite + new.infinite,
         )
 
     def facts(self) -> ColumnFacts:
@@ -264,6 +269,7 @@ class _SumOfPieces:
             lengths=part.lengths,
             longest=part.longest,
             sizes=tuple(part.sizes),
+            infinite=part.infinite,
         )
 
 
@@ -274,6 +280,8 @@ def _added(a: Moments | None, b: Moments | None) -> Moments | None:
 def statistics(facts: ColumnFacts) -> dict[str, Any]:
     """For people and manifests; values in the column's own terms."""
     told: dict[str, Any] = {"count": facts.count, "missing": facts.missing}
+    if facts.infinite:
+        told["infinite"] = facts.infinite
     if facts.bounds:
         told["least"], told["most"] = (_shown(facts, b) for b in facts.bounds)
     if facts.moments and facts.count:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a prepared folder holds, a few records of it, and whether it is whole: plain values."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,9 @@ import msgspec
 
 from manyhands.data.columns.schema import MANIFEST
 from manyhands.data.encoding.encoders import Encoders, sizes
-from manyhands.data.encoding.fitted_encoders import DroppedColumn
+from manyhands.data.encoding.fitted_encoders import Classes, DroppedColumn
 from manyhands.data.fetching.choose_transfer import shard_file
-from manyhands.data.preparing.lineage import hints
+from manyhands.data.preparing.lineage import by_class, hints
 from manyhands.data.shards.damaged_blocks import check_blocks, check_remote_blocks
 from manyhands.data.shards.manifest import Manifest, ShardInfo, read_manifest
 from manyhands.data.shards.prepared_url import FolderOrUrl
@@ -117,6 +118,31 @@ def first_records(folder: FolderOrUrl, split: str, count: int) -> Iterator[dict[
             count -= len(rows)
 
 
+def _miscounted(folder: FolderOrUrl, manifest: Manifest) -> Iterator[str]:
+    """Counts in the manifest that are not those of the shards, which are whole."""
+    fitted = Encoders.load(manifest.encoders).fitted
+    label = next((n for n, f in fitted.items() if isinstance(f, Classes) and f.role == "label"), "")
+    for name, split in manifest.splits.items():
+        rows, labels = 0, Counter[str]()
+        for shard in split.shards:
+            with shard_file(folder, shard) as path:
+                table = read_table(path, manifest.schema)
+            rows += table.num_rows
+            if table.num_rows != shard.rows:
+                yield (
+                    f"{shard.file} has {table.num_rows:,} records; {MANIFEST} says {shard.rows:,}"
+                )
+            if label in table.column_names:
+                labels.update(by_class(fitted[label], table.column(label).to_numpy()))
+        if rows != split.rows:
+            yield f"split '{name}' has {rows:,} records; {MANIFEST} says {split.rows:,}"
+        nbytes = sum(shard.nbytes for shard in split.shards)
+        if nbytes != split.nbytes:
+            yield f"split '{name}' has {nbytes:,} bytes; {MANIFEST} says {split.nbytes:,}"
+        if split.labels and split.labels != dict(labels):
+            yield f"split '{name}' has other counts of labels than {MANIFEST} says: {dict(labels)}"
+
+
 def _as_they_come(shards: Sequence[ShardInfo]) -> Iterable[ShardInfo]:
     return shards
 
@@ -139,6 +165,8 @@ def verified(
         else:
             damages = check_remote_blocks(folder.url, shard)
         found += map(str, damages)
+    if not found:
+        found += _miscounted(folder, manifest)
     known = {shard.file for shard in shards}
     for path in sorted(folder.iterdir()) if isinstance(folder, Path) else ():
         if path.suffix in (".arrow", ".parquet", ".tfrecord") and path.name not in known:

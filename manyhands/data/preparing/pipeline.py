@@ -42,6 +42,7 @@ from manyhands.data.sources.values.text_values import nulls_of
 from manyhands.data.splitting.split_rule import folds, parse_split
 from manyhands.values.byte_sizes import parse_bytes
 from manyhands.values.errors import DataError
+from manyhands.values.local_folders import local_folder
 from manyhands.values.prepare_options import PrepareRequest, Reading
 from manyhands.values.run_folder import write_whole
 from manyhands.values.version import VERSION
@@ -53,7 +54,7 @@ LEAST_MEMORY = 100_000
 def prepare(request: PrepareRequest, executor: Executor | None = None) -> Manifest:
     """Turn raw records into a data set in a folder; what it holds."""
     recipe, options = recipe_of(request), _options(request)
-    folder, limit = Path(request.to), parse_bytes(request.memory)
+    folder, limit = local_folder(request.to, "prepared data"), parse_bytes(request.memory)
     if limit < LEAST_MEMORY:
         raise DataError(f"--memory {request.memory} is too little; give at least 1MB.")
     try:

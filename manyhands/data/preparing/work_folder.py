@@ -24,7 +24,7 @@ _LOCK, _REFUSED = ".lock", "refused"
 @contextmanager
 def work_folder(folder: Path, *, restart: bool) -> Generator[Path]:
     """`folder`/.work, for us alone. An attempt that was refused leaves nothing that binds."""
-    work, made = folder / WORK, not folder.exists()
+    work, made, ours = folder / WORK, not folder.exists(), False
     try:
         work.mkdir(parents=True, exist_ok=True)
         lock = os.open(work / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
@@ -36,6 +36,9 @@ def work_folder(folder: Path, *, restart: bool) -> Generator[Path]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise DataError(f"another process is preparing {folder} right now.") from None
+        ours = _is_there(work / _LOCK, lock)
+        if not ours:  # who held it before us has removed it
+            raise DataError(f"another process was preparing {folder} a moment ago. Try again.")
         refuse_finished(folder)  # somebody may have finished it just now
         if restart:
             _forget(work)
@@ -46,11 +49,25 @@ def work_folder(folder: Path, *, restart: bool) -> Generator[Path]:
                 (work / _REFUSED).touch()
             raise
     finally:
-        os.close(lock)
-        if made and work.is_dir() and {p.name for p in work.iterdir()} <= {_LOCK, _REFUSED}:
+        # Removed while it is ours: who locks it afterwards would lose what it begins.
+        if (
+            ours
+            and made
+            and work.is_dir()
+            and {p.name for p in work.iterdir()} <= {_LOCK, _REFUSED}
+        ):
             shutil.rmtree(work, ignore_errors=True)
             with suppress(OSError):
                 folder.rmdir()
+        os.close(lock)
+
+
+def _is_there(path: Path, file: int) -> bool:
+    """Whether this open file is still what the path names."""
+    try:
+        return os.path.samestat(os.fstat(file), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def tidy(folder: Path) -> None:

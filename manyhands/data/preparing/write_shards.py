@@ -209,6 +209,12 @@ class _Fitter:
         done = self.prep.runner.do(f"{self.prefix}fit", tasks, Fit)
         facts = merge(Path(d.file).read_bytes() for d in done)
         inside = merge(Path(d.members).read_bytes() for d in done)
+        for name, found in (facts | inside).items():
+            if found.infinite:
+                self.prep.note(
+                    f"column '{name}': {found.infinite:,} numbers of training records are "
+                    f"infinite; they are taken for missing (--missing {name}=error names them)"
+                )
         fitted: dict[str, Fitted] = {}
         for c in self.packed:
             if c.name in self.groups and c.name not in asked.columns:

@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 
 from manyhands.data.columns.array_types import AnyArray
-from manyhands.data.columns.schema import Schema
+from manyhands.data.columns.schema import MANIFEST, Schema
 from manyhands.data.shards.damaged_blocks import check_blocks, checksums_of, mapped
 from manyhands.data.shards.manifest import ShardInfo
 from manyhands.data.shards.shard_columns import Ragged, columns_of
@@ -40,7 +40,14 @@ def open_shard(
         file = mapped(path)
         if verify and checksums_of(memoryview(file)) != info.checksums:
             raise DataDamaged(_sentence(path, check_blocks(path, info)))
-        return OpenShard(info.rows, columns_of(_table(file, path, schema), schema))
+        table = _table(file, path, schema)
+        if table.num_rows != info.rows:
+            raise DataDamaged(
+                f"{path} has {table.num_rows:,} records, and {MANIFEST} beside it says "
+                f"{info.rows:,}: the manifest was changed. Take the one that was written with the "
+                "shards, or prepare the data again."
+            )
+        return OpenShard(info.rows, columns_of(table, schema))
     except (OSError, pa.ArrowException) as error:
         raise DataDamaged(_sentence(path, [f"it cannot be read: {error}"])) from error
 
