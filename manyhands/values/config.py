@@ -60,8 +60,8 @@ class TrainConfig:
 
     portable: bool = setting(False, "weights")
     """Compute with kernels that every x86-64-v3 processor has (AVX2 and FMA: all of the last ten
-    years), so that hosts with unlike processors give the same bits. Slower, and part of the result:
-    these bits are not those of a run without it."""
+    years), so that hosts of one maker's unlike processors compute alike. Between Intel and AMD that
+    is not so yet. Slower, and part of the result: these bits are not those of a run without it."""
 
     unlike: Literal["refuse", "warn"] = setting("refuse", "nothing")
     """A host that computes other bits than the first one, because its processor has other kernels,
