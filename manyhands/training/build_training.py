@@ -48,6 +48,11 @@ def replica(
     seed_everything(train.seed, "model")
     model = build_model(task.model).to(device).train()
     optimizer = task.optimizer(model)
+    if not isinstance(optimizer, torch.optim.Optimizer):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TaskError(
+            f"Task: optimizer built {type(optimizer).__name__}, not a torch.optim.Optimizer. Give "
+            "one optimizer, with a parameter group for each way of training."
+        )
     schedule = task.schedule(optimizer) if task.schedule else None
     if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise TaskError(

@@ -63,6 +63,7 @@ class Replica:
     ) -> None:
         """`protect`: end this process when anything but the optimizer writes to the weights."""
         self.model, self.optimizer, self.schedule, self.seed = model, optimizer, schedule, seed
+        self._groups = len(optimizer.param_groups)
         self.step = 0
         """Optimizer steps done."""
         self.changes: Mapping[int, Mapping[str, Any]] = {}
@@ -139,6 +140,12 @@ class Replica:
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # it was, elsewhere
             with groups_alone(self.schedule, self.model):
                 step_schedule(self.schedule, self.seed, self.step)
+            if len(self.optimizer.param_groups) != self._groups:
+                raise TaskError(
+                    "Task: the schedule added a parameter group to the optimizer. Which parameters "
+                    "are trained is settled when the run starts: give it all groups, and let the "
+                    "schedule raise their lr from 0."
+                )
         self.step += 1
         if self.step in self.changes:
             self.change(self.changes[self.step])
