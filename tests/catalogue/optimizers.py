@@ -96,20 +96,20 @@ class GlobalNorm(InPlace):
 
 
 class Lookahead(optim.Optimizer):
-    """Wraps another optimizer; every third step the slow weights follow."""
+    """Wraps another optimizer and shares its state; every third step the slow weights follow."""
 
     def __init__(self, inner: Any) -> None:
         super().__init__([p for g in inner.param_groups for p in g["params"]], {"lr": 0.1})
-        self.inner = inner
+        self.inner, self.state = inner, inner.state
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        for p in self.param_groups[0]["params"]:
-            if "slow" not in self.state[p]:
-                self.state[p]["slow"], self.state[p]["calls"] = p.detach().clone(), 0
+        before = [p.detach().clone() for p in self.param_groups[0]["params"]]
         self.inner.step()
-        for p in self.param_groups[0]["params"]:
+        for p, first in zip(self.param_groups[0]["params"], before, strict=True):
             state = self.state[p]
+            if "slow" not in state:  # after the inner one has made its own
+                state["slow"], state["calls"] = first, 0
             state["calls"] += 1
             if state["calls"] % 3 == 0:
                 state["slow"].add_(p.detach() - state["slow"], alpha=0.5)
@@ -215,6 +215,6 @@ CASES = [
     Case("own-subclass", "A subclass of torch's.", optimizer=made(Sub, lr=1e-2)),
     Case("own-noisy", "Random numbers in the step, whoever takes it.", optimizer=made(Noisy)),
     Case("step-hook", "Weights are limited after the step.", optimizer=hooked, slow=True),
-    Case("lookahead", "An optimizer around another, whose state nobody sees.",
+    Case("lookahead", "An optimizer around another, with one state for both.",
          optimizer=lambda m: Lookahead(optim.Adam(m.parameters(), lr=1e-2)), slow=True),
 ]  # fmt: skip

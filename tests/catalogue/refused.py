@@ -158,6 +158,25 @@ class Grows(InPlace):
         p.data = torch.cat([p.data, p.data])
 
 
+class Around(optim.Optimizer):
+    def __init__(self, inner: Any) -> None:
+        super().__init__([p for g in inner.param_groups for p in g["params"]], {"lr": 0.1})
+        self.inner = inner
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+
+
+class Counting(optim.Optimizer):
+    calls = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.calls += 1
+        for p in self.param_groups[0]["params"]:
+            p.sub_(p.grad, alpha=0.1 / self.calls)
+
+
 class AddsGroup:
     """A schedule that lets a layer join later, as fastai's gradual unfreezing does."""
 
@@ -260,6 +279,12 @@ CASES = [
          refused="that are not the model's"),
     Case("two-optimizers", "A list of optimizers.", refused="optimizer built list",
          optimizer=lambda m: [optim.SGD(layer.parameters(), lr=0.1) for layer in (m[0], m[2])]),
+    Case("inner-optimizer", "An optimizer around another, whose state nobody sees.",
+         optimizer=lambda m: Around(optim.Adam(m.parameters(), lr=1e-2)),
+         refused="holds another optimizer .Adam. in 'inner'"),
+    Case("counts-its-steps", "An optimizer that counts outside its state.",
+         optimizer=lambda m: Counting(m.parameters(), {"lr": 0.1}),
+         refused="Counting changes its attribute 'calls'"),
     Case("adds-a-group", "A group that a schedule adds.", optimizer=head_first,
          schedule=lambda o: AddsGroup(o, o.later), refused="added a parameter group"),
     Case("plateau", "A schedule that wants a score.", refused="ReduceLROnPlateau",

@@ -28,7 +28,7 @@ KILLED = [
     "averages",
     "weights-of-zero",
 ]
-KILLED += ["own-noisy", "nadam-in-parts", "cyclic-momentum", "drawn", "augmented"]
+KILLED += ["own-noisy", "nadam-in-parts", "cyclic-momentum", "drawn", "augmented", "lookahead"]
 IN_BF16 = ["mlp", "wide", "batch-norm-2d", "attention", "weight", "clip", "gradient-penalty"]
 IN_BF16 += ["mixed-dtypes", "one-micro-batch"]
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from manyhands.training.state.layout import Layout
+from manyhands.training.state.optimizer_attributes import refuse_hidden_optimizers
 from manyhands.training.state.undo_log import SlotKey
 from manyhands.values.errors import OptimizerRefused
 
@@ -60,6 +61,7 @@ def how_to_cut(optimizer: Optimizer) -> tuple[str, str]:
         return "blocks", f"{kind.__name__} works element by element"
     if kind in TENSOR_WISE and not hooks:
         return "pieces", f"{kind.__name__} looks at whole tensors"
+    refuse_hidden_optimizers(optimizer)
     why = f"{kind.__name__} has step hooks" if hooks else f"{kind.__name__} is not known to us"
     return "nowhere", f"{why}, so one worker runs it"
 

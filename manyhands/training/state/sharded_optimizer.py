@@ -30,6 +30,7 @@ from manyhands.training.state.layout import (
 )
 from manyhands.training.state.max_norm_rows import shorten
 from manyhands.training.state.module_buffers import ModuleBuffers
+from manyhands.training.state.optimizer_attributes import OptimizerAttributes
 from manyhands.training.state.optimizer_kinds import Kept, has_hooks, how_to_cut, like
 from manyhands.training.state.undo_log import KeptValue, UndoLog
 from manyhands.values.errors import OptimizerRefused
@@ -215,8 +216,10 @@ class ShardedOptimizer:
         drawn at random depends on the step, not on who takes it."""
         self.buffers.show()
         seed_everything(self.seed, step, "optimizer")
+        attributes = OptimizerAttributes(self.users)
         with writable(self.layout.pieces, self.parameters, self.weights):
             self._bare_step(self.users)
+        attributes.refuse_changes()
         self.buffers.commit_alone()
         self.undo_log.put_buffers(step + 1, self.buffers.committed)
 
