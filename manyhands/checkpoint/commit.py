@@ -99,6 +99,8 @@ class FolderStorage:
         folder.mkdir(exist_ok=True)
         path, mode = self._inside(folder, name), "r+b" if offset else "wb"
         with naming(self.run.step(step) / name), open(path, mode, buffering=0) as file:
+            if offset > (size := file.seek(0, os.SEEK_END)):
+                raise CheckpointDamaged(f"'{name}' has {size:,} bytes; none follow at {offset:,}")
             file.seek(offset)
             view = memoryview(data)
             while view:

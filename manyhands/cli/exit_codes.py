@@ -13,6 +13,7 @@ from manyhands.cli.init_process import init_stays_behind
 from manyhands.cli.standard_files import whole_standard_files
 from manyhands.values.blame import blame
 from manyhands.values.errors import Interrupted, ManyhandsError, RequestError, RunFailed
+from manyhands.values.printable_text import escaped
 
 
 def main() -> None:
@@ -42,4 +43,4 @@ def main() -> None:
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr)
+    print(escaped(text), file=sys.stderr)

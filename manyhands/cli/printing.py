@@ -10,6 +10,8 @@ from typing import Any
 import msgspec
 from rich.table import Table
 
+from manyhands.values.printable_text import escaped
+
 
 def to_json(value: Any) -> str:
     return msgspec.json.encode(value).decode()  # NaN becomes null, as JSON wants it
@@ -21,7 +23,7 @@ def show_pairs(pairs: Mapping[str, Any], *, as_json: bool = False) -> None:
         return
     width = max(len(name) for name in pairs)
     for name, value in pairs.items():
-        text = f"{value:.4f}" if isinstance(value, float) else str(value)
+        text = f"{value:.4f}" if isinstance(value, float) else escaped(str(value))
         print(f"{name:<{width}}  {text}")
 
 

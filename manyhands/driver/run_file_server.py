@@ -27,7 +27,7 @@ class FileServer:
             if message.last:
                 self.storage.settle(message.step, message.attempt, message.name)
             return Answer(number=message.number)
-        except (OSError, ManyhandsError) as error:
+        except (OSError, ManyhandsError, ValueError, OverflowError) as error:
             return Answer(number=message.number, error=str(error))
 
     def _read(self, message: ReadFile) -> bytes:
@@ -35,7 +35,7 @@ class FileServer:
             path = Path(self.start_from)
         else:
             root = self.run.checkpoints.resolve()
-            path = (self.run.root / message.path).resolve()
+            path = (self.run.root / message.path).resolve()  # ValueError: it has a NUL in it
             if not path.is_relative_to(root):
                 raise RequestError(f"{message.path} is not a checkpoint of this run")
         with path.open("rb") as file:

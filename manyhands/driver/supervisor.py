@@ -18,6 +18,7 @@ from manyhands.driver.supervise.host_links import HostLinks
 from manyhands.driver.supervise.host_roster import with_ranks
 from manyhands.driver.supervise.liveness import Liveness
 from manyhands.driver.supervise.membership import decide, redealt, suspicious
+from manyhands.driver.supervise.plausible import objection, odd_work
 from manyhands.driver.supervise.run_outcome import Done, Incident
 from manyhands.driver.supervise.save_timer import SaveTimer
 from manyhands.driver.supervise.unlike_hosts import UnlikeHosts, first_host
@@ -30,7 +31,7 @@ from manyhands.launch.engines.launcher import (
     LauncherWarning,
     WorkerPlace,
 )
-from manyhands.launch.wire.control_channel import SupervisorChannel
+from manyhands.launch.wire.control_channel import Nonsense, SupervisorChannel
 from manyhands.values import events
 from manyhands.values.kernels import distinct
 from manyhands.values.messages import (
@@ -58,11 +59,14 @@ from manyhands.values.messages import (
     View,
     Written,
 )
+from manyhands.values.printable_text import printable
 from manyhands.values.verdict import Cause
 from manyhands.values.work_in_hand import WorkInHand
 from manyhands.values.worker_status import WorkerStatus
 
 POLL_MS = 100
+MOST_ROUNDS = 16
+"""A worker waits for each; so there is one, and those that others do not finish."""
 
 
 class Supervisor:
@@ -91,8 +95,8 @@ class Supervisor:
         self.parts: dict[str, dict[int, RoundPart]] = {}
         self.saving: dict[tuple[int, int], dict[int, Written]] = {}
         """(step, generation) → what its members have written of it so far."""
-        self.writers: dict[int, frozenset[int]] = {}
-        """Generation → its members."""
+        self.views: dict[int, tuple[int, ...]] = {}
+        """Generation → its members, by rank."""
         self.reached = 0
         """How many steps survivors of a loss had done."""
         self.incident: tuple[Cause, str, float] | None = None
@@ -108,7 +112,10 @@ class Supervisor:
         while True:
             self.poller.poll(POLL_MS)
             for message in self.channel.receive():
-                self._hear(message)
+                if isinstance(message, Nonsense):
+                    self._blame(message.worker, message.why)
+                else:
+                    self._hear(message)
             for sign in self.launcher.poll():
                 self._see(sign)
             hosts = self.launcher.hosts.look()
@@ -220,7 +227,8 @@ class Supervisor:
                 self.channel.send(worker.number, among if inside else view)
                 self.liveness.enter(worker, "in" if inside else "left")
                 worker.broken, worker.lost = False, frozenset()
-        now.view, self.writers[view.generation] = view, frozenset(chosen)
+        now.view = view
+        self.views[view.generation] = tuple(m.worker for m in view.members)
         now.broken = now.halted = now.audit = None
         now.better = ()
         now.running = False
@@ -242,9 +250,11 @@ class Supervisor:
         if isinstance(sign, WorkerStarted):
             worker.pid = sign.pid
             if sign.note:
-                self.books.event(events.Warned(text=f"{worker.host_name}: {sign.note}"))
+                self.books.event(events.Warned(text=f"{worker.host_name}: {printable(sign.note)}"))
             return
-        worker.exit, worker.work = sign, sign.work or worker.work
+        worker.exit = sign
+        if sign.work is not None and odd_work(self.now, sign.work, steps=self._steps) is None:
+            worker.work = sign.work
         if sign.lost:
             self.now.held -= {worker.at}
         self.liveness.ended(sign.worker)
@@ -261,6 +271,20 @@ class Supervisor:
 
     # ---- what workers say
 
+    @property
+    def _steps(self) -> int:
+        return self.books.progress.total_steps
+
+    def _blame(self, number: int, why: str) -> None:
+        """A worker said what no worker says: it is broken, or somebody else. It alone suffers."""
+        worker = self.now.workers.get(number)
+        if worker is None or not worker.alive:
+            self.channel.router.refuse()
+        elif worker.wrong is None:
+            worker.wrong = f"it said what no worker says: {why}"
+            if not self.now.replaceable:
+                self.books.event(events.Warned(text=f"worker {number}: {worker.wrong}"))
+
     def _hear(self, message: FromWorker) -> None:
         now = self.now
         generation = now.view.generation if now.view else 0
@@ -274,8 +298,12 @@ class Supervisor:
             return
         self.liveness.heard(worker.number)
         always = Hello | Trouble | Written | StoreFile | ReadFile | Notice | Leaving | Beat
-        if message.generation != generation and not isinstance(message, always):
+        if message.generation < generation and not isinstance(message, always):
             return  # of a view that is over, or sent before there was one
+        why = objection(now, worker, message, steps=self._steps, views=self.views)
+        if why is not None:
+            self._blame(worker.number, why)
+            return
         match message:
             case Hello():
                 worker.pid, worker.host, worker.built = message.pid, message.host, message.built
@@ -316,15 +344,18 @@ class Supervisor:
             case StoreFile() | ReadFile():
                 self.channel.send(worker.number, self.files.serve(message))
             case Trouble():
-                worker.trouble = worker.trouble or message
-                now.troubles.append(message)
+                shown = msgspec.structs.replace(
+                    message, text=printable(message.text), trace=printable(message.trace)
+                )
+                worker.trouble = worker.trouble or shown
+                now.troubles.append(shown)
             case Testimony():
                 if (answer := self.audit.hear(message)) is not None:
                     self._tell_members(answer)
             case Notice(text=text):
-                self.books.event(events.Warned(text=text))
+                self.books.event(events.Warned(text=printable(text)))
             case Passed(step=step, why=why):
-                self.books.skipped(step, why)
+                self.books.skipped(step, printable(why))
             case Left():
                 worker.left = message
                 now.step = max(now.step, message.step)
@@ -375,7 +406,7 @@ class Supervisor:
         now = self.now
         if self.liveness.beat(beat) and worker.phase == "starting":
             self.liveness.enter(worker, "starting")  # it fetches data: that may take its time
-        worker.step, worker.where = beat.step, beat.where
+        worker.step, worker.where = beat.step, printable(beat.where)
         if worker.exit is None:  # else it has left word of what it was at
             worker.work, worker.first = beat.work, beat.first
         worker.micro_batch_s = beat.micro_batch_s or worker.micro_batch_s
@@ -401,6 +432,9 @@ class Supervisor:
         rank = view.rank_of(part.worker) if view is not None else None
         if view is None or rank is None:
             return
+        if sum(rank in parts for parts in self.parts.values()) >= MOST_ROUNDS:
+            self._blame(part.worker, f"it takes part in more than {MOST_ROUNDS} rounds at a time")
+            return
         parts = self.parts.setdefault(part.round, {})
         parts[rank] = part
         if len(parts) < len(view.members):
@@ -416,7 +450,7 @@ class Supervisor:
         key = (message.step, message.attempt)
         written = self.saving.setdefault(key, {})
         written[message.worker] = message
-        if written.keys() == self.writers.get(message.attempt):
+        if written.keys() == set(self.views[message.attempt]):
             del self.saving[key]
             files = [f for w in written.values() for f in w.files]
             blocked_s = max(w.blocked_s for w in written.values())

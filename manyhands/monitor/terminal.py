@@ -25,6 +25,7 @@ from manyhands.values.events import (
     Warned,
     numbers_of,
 )
+from manyhands.values.printable_text import escaped
 from manyhands.values.report import Report
 
 
@@ -73,7 +74,7 @@ class Quiet:
 
     def event(self, event: AnyEvent) -> None:
         if isinstance(event, Warned | Lost) and (text := describe(event)) is not None:
-            self.console.print(text, markup=False, highlight=False)
+            self.console.print(escaped(text), markup=False, highlight=False)
 
     def close(self) -> None: ...
 
@@ -87,7 +88,7 @@ class Plain:
         self.shown = -1
 
     def note(self, text: str) -> None:
-        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self.console.print(escaped(text), markup=False, highlight=False, soft_wrap=True)
 
     def progress(self, progress: Progress) -> None:
         now = time.monotonic()
@@ -112,7 +113,7 @@ class Watched:
         self.live.start()
 
     def note(self, text: str) -> None:
-        self.console.print(text, markup=False, highlight=False)
+        self.console.print(escaped(text), markup=False, highlight=False)
 
     def progress(self, progress: Progress) -> None:
         if progress.step == 0:

@@ -2,7 +2,7 @@
 """From task and config to live objects: a replica, on which device, which Sync, over what."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -66,7 +66,7 @@ class PeerAccess:
     """How this worker is reached by those of other hosts, and how they know each other."""
 
     listener: PeerListener
-    secret: bytes
+    secret: bytes = field(repr=False)
     encrypt: bool
     rendezvous: Path
     measured: Callable[[list[tuple[int, float, float]]], None]

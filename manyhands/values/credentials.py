@@ -13,6 +13,8 @@ import msgspec
 import zmq
 from zmq.utils import z85
 
+from manyhands.values.hidden_secrets import discreet
+
 _LENGTH = 32
 
 
@@ -32,8 +34,7 @@ class Credentials(msgspec.Struct, frozen=True):
         )
         return cls(zmq.curve_public(server), server, zmq.curve_public(client), client)
 
-    def __repr__(self) -> str:
-        return "Credentials(...)"
+    __repr__ = discreet
 
 
 class OnlyThisKey:

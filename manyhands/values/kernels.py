@@ -7,13 +7,15 @@ round otherwise. No name of a processor says so reliably; what a few small compu
 
 import msgspec
 
+from manyhands.values.bounded_types import Name
+
 
 class Kernels(msgspec.Struct, frozen=True):
-    processor: str
-    capability: str
+    processor: Name
+    capability: Name
     """What torch calls its own kernels: AVX2, AVX512, DEFAULT, ..."""
-    torch: str
-    marks: dict[str, str] = {}
+    torch: Name
+    marks: dict[Name, Name] = {}
     """Kind of computation → the start of a SHA-256 over the bits of fixed ones."""
     portable: bool = False
     """They were fixed to those of every x86-64-v3 processor."""

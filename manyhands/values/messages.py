@@ -10,17 +10,20 @@ and Break (stop waiting for somebody who is gone). SaveNow is agreed on as a Hal
 commands, numbered in one sequence.
 """
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
+from manyhands.values.bounded_types import Name, Number, Rate, Seconds, Small, Words
+from manyhands.values.hidden_secrets import discreet
 from manyhands.values.kernels import Kernels
 from manyhands.values.work_in_hand import WorkInHand
 from manyhands.values.world import World
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    generation: int = 0
+    generation: Number = 0
 
 
 class Member(msgspec.Struct, frozen=True):
@@ -41,21 +44,31 @@ class Keeper(msgspec.Struct, frozen=True):
     address: str
 
 
+class Built(msgspec.Struct, frozen=True):
+    """What a worker's model looks like."""
+
+    layout: str
+    marks: dict[str, int]
+    data: str
+    kernels: dict[str, str]
+    """By which they were built: other ones draw other first weights from the same seed."""
+
+
 # ---- from a worker
 
 
 class Hello(Message, frozen=True):
     """Everything is built; what it looks like is for the others to compare."""
 
-    worker: int
-    pid: int
-    host: str
+    worker: Small
+    pid: Small
+    host: Name
     built: bytes
-    peer_address: str = ""
+    peer_address: Name = ""
     """Where workers of other hosts reach it."""
-    cache: str = ""
+    cache: Name = ""
     """Which folder of shards it serves to other hosts, if it does, ..."""
-    shards: str = ""
+    shards: Name = ""
     """... and where."""
     kernels: Kernels | None = None
     """What it computes with."""
@@ -64,8 +77,8 @@ class Hello(Message, frozen=True):
 class Begun(Message, frozen=True):
     """From the leader: the view is in force, after this many steps."""
 
-    worker: int
-    step: int
+    worker: Small
+    step: Number
     groups: list[dict[str, Any]]
     """The optimizer's hyper-parameters, as far as they are plain."""
     schedule: list[str] = []
@@ -75,75 +88,75 @@ class Begun(Message, frozen=True):
 class Ready(Message, frozen=True):
     """Out of the loop, between steps or because others are gone; a new view can begin."""
 
-    worker: int
-    step: int
+    worker: Small
+    step: Number
     broken: bool
     """It could not go on by itself."""
     held: bool = False
     """The state is whole in its memory: there is something to go on from."""
-    differs: tuple[int, int] | None = None
+    differs: tuple[Number, Number] | None = None
     """Workers do not agree on this micro-batch (step, index)."""
-    lost: list[int] = []
+    lost: list[Small] = []
     """Hosts, by their number in the view, to which its connection failed."""
 
 
 class Leaving(Message, frozen=True):
     """This worker was told to go (SIGTERM) and asks to hand over."""
 
-    worker: int
+    worker: Small
 
 
 class StepRecord(msgspec.Struct, frozen=True):
     """A step as the leader logs it."""
 
-    step: int
+    step: Number
     epoch: float
     loss: float
     lr: float
-    records: int
+    records: Number
     numbers: dict[str, float] = {}
 
 
 class Measured(Message, frozen=True):
     """From those who speak for their hosts: how far the others are."""
 
-    worker: int
-    links: list[tuple[int, float, float]]
+    worker: Small
+    links: list[tuple[Small, Seconds, Annotated[float, Meta(gt=0, le=1e18)]]]
     """Host by its number in the view, seconds there and back, bytes per second each way."""
-    gradient_bytes: int
+    gradient_bytes: Number
 
 
 class Beat(Message, frozen=True):
     """Sent a few times a second from a thread of the worker."""
 
-    worker: int
-    step: int
-    samples_per_s: float
+    worker: Small
+    step: Number
+    samples_per_s: Rate
     steps: list[StepRecord] = []
     """From the leader: steps since its last beat that are to be logged."""
-    losses: list[tuple[int, float]] = []
+    losses: list[tuple[Number, float]] = []
     """From the leader: of every step since its last beat."""
     loss: float | None = None
-    records: int = 0
-    progress: int = 0
+    records: Number = 0
+    progress: Number = 0
     """Grows with everything this worker gets done."""
     waiting: bool = False
     """For others; then it is not its own fault that nothing is done."""
-    micro_batch_s: float = 0.0
+    micro_batch_s: Seconds = 0.0
     """How long a micro-batch took lately; 0: not known yet."""
     work: WorkInHand = WorkInHand()
     """What it is at, ..."""
     first: bool = True
     """... for the first time: it may have to compile, or to load what it needs."""
-    where: str = ""
+    where: Words = ""
     """When it has been at it for a while: where in the user's code."""
 
 
 class RoundPart(Message, frozen=True):
     """This worker's share of a round called `round`; all shares go to the leader, or to all."""
 
-    worker: int
-    round: str
+    worker: Small
+    round: Name
     payload: bytes
     to_all: bool = False
 
@@ -151,35 +164,35 @@ class RoundPart(Message, frozen=True):
 class Scored(Message, frozen=True):
     """From the leader: held-out scores. Every worker then waits for Reply `round`."""
 
-    worker: int
-    step: int
-    round: str
+    worker: Small
+    step: Number
+    round: Name
     scores: dict[str, float]
 
 
 class SavedFile(msgspec.Struct, frozen=True):
-    name: str
-    size_bytes: int
-    sha256: str
+    name: Name
+    size_bytes: Number
+    sha256: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 
 
 class Written(Message, frozen=True):
     """This worker has written its files of a step. `attempt`: the generation that saved it."""
 
-    worker: int
-    step: int
-    attempt: int
+    worker: Small
+    step: Number
+    attempt: Number
     files: list[SavedFile]
-    blocked_s: float
-    writing_s: float = 0.0
+    blocked_s: Seconds
+    writing_s: Seconds = 0.0
     """How long it took to write them, while training went on."""
 
 
 class Fragment(Message, frozen=True):
     """A piece of a message that is too long for one; the next follows at once."""
 
-    worker: int
-    data: bytes
+    worker: Small
+    data: Annotated[bytes, Meta(max_length=1 << 17)]
     last: bool
 
 
@@ -193,36 +206,36 @@ FILE_PIECE_BYTES = 128 << 10
 class StoreFile(Message, frozen=True):
     """A piece of a file of a step, from a host that does not see the run's folder."""
 
-    worker: int
-    number: int
-    step: int
-    attempt: int
-    name: str
-    offset: int
-    data: bytes
+    worker: Small
+    number: Number
+    step: Number
+    attempt: Number
+    name: Name
+    offset: Number
+    data: Annotated[bytes, Meta(max_length=1 << 17)]
     last: bool
 
 
 class ReadFile(Message, frozen=True):
     """A piece of a file of the run is wanted, on a host that does not see its folder."""
 
-    worker: int
-    number: int
-    path: str
-    offset: int
-    size: int
+    worker: Small
+    number: Number
+    path: Name
+    offset: Number
+    size: Number
 
 
 class Trouble(Message, frozen=True):
     """The worker is about to end with an error."""
 
-    worker: int
-    step: int
-    kind: str
+    worker: Small
+    step: Number
+    kind: Words
     """The exception's class."""
-    text: str
+    text: Words
     """What happened, for people."""
-    trace: str
+    trace: Words
     """The user's frames, innermost first."""
     request: bool
     """The request was wrong (exit code 2), not the run."""
@@ -230,43 +243,43 @@ class Trouble(Message, frozen=True):
     """Raised by manyhands itself, which would raise it again."""
     symptom: bool = False
     """Another worker reports the cause."""
-    micro_batch: int | None = None
+    micro_batch: Number | None = None
     held_out: bool = False
     """It is a batch of held-out records."""
-    records: list[int] = []
+    records: list[Number] = []
 
 
 class Testimony(Message, frozen=True):
     """In an audit: what this worker computed for a micro-batch, twice."""
 
-    worker: int
-    step: int
-    micro_batch: int
-    digests: list[int]
+    worker: Small
+    step: Number
+    micro_batch: Number
+    digests: Annotated[list[int], Meta(min_length=2, max_length=2)]
 
 
 class Notice(Message, frozen=True):
     """Something a person should know that does not stop the run."""
 
-    worker: int
-    text: str
+    worker: Small
+    text: Words
 
 
 class Passed(Message, frozen=True):
     """A step changed nothing, because something in it was not finite."""
 
-    worker: int
-    step: int
-    why: str
+    worker: Small
+    step: Number
+    why: Words
 
 
 class Left(Message, frozen=True):
     """Training is done here; everything is written."""
 
-    worker: int
-    step: int
-    because: str
-    peak_memory_bytes: int
+    worker: Small
+    step: Number
+    because: Words
+    peak_memory_bytes: Number
     loss: float
 
 
@@ -315,6 +328,8 @@ class View(Message, frozen=True):
     audit: int | None = None
     """First testify: everyone computes this micro-batch of the next step twice, and waits for
     Reply `judged-GENERATION`."""
+
+    __repr__ = discreet
 
     def rank_of(self, worker: int) -> int | None:
         return next((m.rank for m in self.members if m.worker == worker), None)

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a worker is at: said in its heartbeats, and left behind when it dies (`WorkMark`)."""
 
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
 import msgspec
+
+from manyhands.values.bounded_types import Number
 
 Kind = Literal["build", "join", "compute", "update", "rest", "evaluate", "score"]
 """Building the task; taking a place in a view; a micro-batch; what follows the last one in a step;
@@ -13,9 +15,9 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 class WorkInHand(msgspec.Struct, frozen=True):
     kind: Kind = "build"
-    step: int = 0
+    step: Number = 0
     """So many steps were done before it."""
-    index: int = -1
+    index: Annotated[int, msgspec.Meta(ge=-1, lt=1 << 53)] = -1
     """Which micro-batch, or which batch of held-out records."""
 
     @property

@@ -4,6 +4,7 @@
 import msgspec
 
 from manyhands.values.config import RunConfig
+from manyhands.values.hidden_secrets import discreet
 from manyhands.values.planned_faults import FaultPlan
 
 
@@ -14,6 +15,8 @@ class Keys(msgspec.Struct, frozen=True):
     supervisor_public: bytes
     worker_public: bytes
     worker_secret: bytes
+
+    __repr__ = discreet
 
 
 class TorchSettings(msgspec.Struct, frozen=True):
@@ -68,3 +71,5 @@ class Orders(msgspec.Struct, frozen=True, kw_only=True):
     debug: tuple[int, int] | None = None
     """Stop in a debugger at this micro-batch: (step, index)."""
     faults: FaultPlan = FaultPlan()
+
+    __repr__ = discreet

@@ -16,17 +16,8 @@ from manyhands.training.sync.sync import Moment
 from manyhands.values.config import TrainConfig
 from manyhands.values.errors import TaskError
 from manyhands.values.kernels import Kernels
+from manyhands.values.messages import Built
 from manyhands.worker.watched_feed import WatchedFeed
-
-
-class Built(msgspec.Struct, frozen=True):
-    """What a worker's model looks like."""
-
-    layout: str
-    marks: dict[str, int]
-    data: str
-    kernels: dict[str, str]
-    """By which they were built: other ones draw other first weights from the same seed."""
 
 
 def describe(replica: Replica, records: Records, kernels: Kernels) -> bytes:

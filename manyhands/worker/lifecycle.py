@@ -47,6 +47,7 @@ from manyhands.values.messages import (
     View,
 )
 from manyhands.values.planned_faults import Fault
+from manyhands.values.printable_text import printable
 from manyhands.values.run_folder import RunDir
 from manyhands.values.work_in_hand import WorkInHand
 from manyhands.values.worker_orders import Orders
@@ -301,7 +302,7 @@ class TrainingWorker:
 
     def tell(self, text: str) -> None:
         """A person, without stopping the run."""
-        self.channel.send(Notice(worker=self.number, text=text))
+        self.channel.send(Notice(worker=self.number, text=printable(text)))
 
     def report(self, error: BaseException) -> None:
         """Tell the supervisor what went wrong here."""

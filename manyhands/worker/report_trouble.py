@@ -9,6 +9,7 @@ from manyhands.launch.wire.heartbeat import Heartbeat
 from manyhands.training.collective.handshake import PeerListener
 from manyhands.values.errors import GradientNotFinite, LossNotFinite, ManyhandsError, RequestError
 from manyhands.values.messages import Trouble
+from manyhands.values.printable_text import printable
 from manyhands.values.task import user_traceback
 from manyhands.values.verdict import explain
 from manyhands.values.work_in_hand import WorkInHand
@@ -78,6 +79,4 @@ def trouble_of(
 def _clean(text: str, most: int) -> str:
     """Text that can be sent: undecodable file names leave lone surrogates in messages, and some
     exceptions hold all the data that they did not like."""
-    if len(text) > most:
-        text = f"{text[: most // 2]} ... ({len(text) - most} characters) ... {text[-most // 2 :]}"
-    return text.encode("utf-8", "backslashreplace").decode()
+    return printable(text, most)

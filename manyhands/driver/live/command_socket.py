@@ -16,10 +16,13 @@ from pathlib import Path
 
 import msgspec
 
+from manyhands.values.bounded_types import NotUnderstood
 from manyhands.values.errors import RequestError
 from manyhands.values.messages import Settings
 
 MOST_BYTES = 1 << 16
+MOST_CALLERS = 32
+"""At a time; when there are more, the oldest is hung up on."""
 
 
 class Scale(msgspec.Struct, frozen=True, tag=True):
@@ -69,6 +72,7 @@ class CommandSocket:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.selector = selectors.DefaultSelector()
+        self.callers: list[socket.socket] = []
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         path.unlink(missing_ok=True)
         before = os.umask(0o177)
@@ -94,12 +98,15 @@ class CommandSocket:
                     caller, _ = self.listener.accept()
                     caller.setblocking(False)
                     self.selector.register(caller, selectors.EVENT_READ)
+                    self.callers.append(caller)
+                if len(self.callers) > MOST_CALLERS:
+                    self._hang_up(self.callers[0])
                 continue
             caller = key.fileobj
             assert isinstance(caller, socket.socket)
             try:
                 found.append((_decode(caller.recv(MOST_BYTES)), self._answer_to(caller)))
-            except (OSError, msgspec.MsgspecError):
+            except (OSError, *NotUnderstood):
                 self._hang_up(caller)
         return found
 
@@ -114,6 +121,8 @@ class CommandSocket:
     def _hang_up(self, caller: socket.socket) -> None:
         with suppress(KeyError, ValueError):
             self.selector.unregister(caller)
+        with suppress(ValueError):
+            self.callers.remove(caller)
         caller.close()
 
     def close(self) -> None:

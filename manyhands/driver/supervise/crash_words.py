@@ -3,13 +3,14 @@
 
 import re
 
+from manyhands.values.printable_text import printable
 from manyhands.values.task import is_library
 
 _FATAL = "Fatal Python error: "
 _STACK = re.compile(r"^(Current thread |Stack \().*most recent call first\):$")
 _FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<name>.+)$')
 _THROWN = re.compile(r"^  what\(\):\s*(?P<text>.+)$", re.MULTILINE)
-MOST_FRAMES = 8
+MOST_FRAMES, MOST_SAID = 8, 2000
 
 
 def explain_crash(log_tail: str) -> tuple[str, str]:
@@ -19,7 +20,8 @@ def explain_crash(log_tail: str) -> tuple[str, str]:
     what = thrown[-1].strip() if thrown else after.partition("\n")[0].strip() if found else ""
     frames = _frames(after) if found else []
     own = [f for f in frames if not is_library(f[0])] or frames[:3]
-    return what, "\n".join(f"  {file}:{line} in {name}" for file, line, name in own[:MOST_FRAMES])
+    where = "\n".join(f"  {file}:{line} in {name}" for file, line, name in own[:MOST_FRAMES])
+    return printable(what, MOST_SAID), printable(where)
 
 
 def _frames(text: str) -> list[tuple[str, str, str]]:

@@ -186,7 +186,8 @@ def _of_exit(ended: WorkerExit) -> tuple[str, str, str]:
             "Something called exit() in the worker; its log may say more.",
             "",
         )
-    what = f"it was killed by signal {-code} ({signal.Signals(-code).name})"
+    name = f" ({signal.Signals(-code).name})" if -code in set(signal.Signals) else ""
+    what = f"it was killed by signal {-code}{name}"
     if ended.out_of_memory:
         what += ": the kernel ended it because the machine ran out of memory"
         return what, MEMORY, ""

@@ -119,7 +119,7 @@ class Situation:
     """Hosts in whose memory there is state, whoever of their workers lives."""
     measured: frozenset[frozenset[str]] = frozenset()
     """Pairs of hosts between which the network was measured."""
-    secret: bytes = b""
+    secret: bytes = field(default=b"", repr=False)
     """By which hosts know each other, since one was dropped that knows the one before."""
     capacity: int | None = None
     """No more workers than this can be started at present."""

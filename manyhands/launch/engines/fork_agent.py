@@ -32,6 +32,8 @@ import msgspec
 
 from manyhands.launch.engines.kernels_that_die import spare_workers
 from manyhands.launch.engines.work_mark import WorkMark
+from manyhands.values.bounded_types import Name, Small, Words
+from manyhands.values.hidden_secrets import discreet
 from manyhands.values.machine import oom_kills
 from manyhands.values.work_in_hand import WorkInHand
 
@@ -46,32 +48,34 @@ class StartWorker(msgspec.Struct, frozen=True, tag=True):
     folder: str = ""
     """Its current directory; left out: the agent's."""
 
+    __repr__ = discreet
+
 
 class KillWorker(msgspec.Struct, frozen=True, tag=True):
     worker: int
 
 
 class WorkerStarted(msgspec.Struct, frozen=True, tag=True):
-    worker: int
-    pid: int
-    note: str = ""
+    worker: Small
+    pid: Small
+    note: Words = ""
     """What a person should know about this host; said with its first worker."""
 
 
 class WorkerExit(msgspec.Struct, frozen=True, tag=True):
     """`code` as in subprocess: negative is the signal that ended it."""
 
-    worker: int
-    pid: int
+    worker: Small
+    pid: Small
     code: int
-    host: str = ""
-    lost: str = ""
+    host: Name = ""
+    lost: Words = ""
     """Its host is gone, as far as anybody can tell: why."""
-    why: str = ""
+    why: Words = ""
     """What is known of its end that the code does not say."""
     work: WorkInHand | None = None
     """What it was at."""
-    log_tail: str = ""
+    log_tail: Words = ""
     """After a crash, what it wrote last."""
     out_of_memory: bool = False
     """The kernel killed somebody on its host for want of memory, most likely it."""

@@ -20,8 +20,11 @@ class WorkMark:
     def note(self, kind: Kind, step: int, index: int) -> None:
         _FORM.pack_into(self._memory, 0, KINDS.index(kind), step, index)
 
-    def read(self) -> WorkInHand:
+    def read(self) -> WorkInHand | None:
+        """None: who wrote over it, as it may write over any of its memory, left no sense in it."""
         kind, step, index = _FORM.unpack_from(self._memory)
+        if not (0 <= kind < len(KINDS) and 0 <= step < 1 << 53 and -1 <= index < 1 << 53):
+            return None
         return WorkInHand(KINDS[kind], step, index)
 
     def close(self) -> None:

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
@@ -55,10 +54,12 @@ from manyhands.launch.hosts.join_protocol import (
 )
 from manyhands.launch.hosts.probe_process import Probe
 from manyhands.launch.shipping.ship_files import Unpacking
+from manyhands.values.bounded_types import NotUnderstood
 from manyhands.values.errors import RequestError
 from manyhands.values.guarded_router import bracketed
 from manyhands.values.join_token import JoinToken
 from manyhands.values.machine import machine, torch_version
+from manyhands.values.printable_text import printable
 from manyhands.values.scratch_folder import Scratch, sweep
 from manyhands.values.version import VERSION
 
@@ -258,7 +259,7 @@ class _Visit:
             while True:
                 try:
                     message = decode_to_host(self.socket.recv(flags=zmq.NOBLOCK))
-                except msgspec.MsgspecError:
+                except NotUnderstood:
                     continue
                 if isinstance(message, Ping):
                     newest = message
@@ -280,7 +281,7 @@ class _Visit:
             case FilePiece(offset=offset, data=data):
                 self._take(offset, data)
             case StartWorker(worker=worker, orders=orders, log=log):
-                path = Path(log)
+                path = Path(self.load.run if self.load else "", "logs", Path(log).name)
                 if self.scratch is not None:
                     path = self.scratch.path / f"worker-{worker}.log"
                     self.logs[worker] = path, 0
@@ -295,12 +296,12 @@ class _Visit:
                 self._forget_files()
                 self.logs.clear()
             case HostDropped(because=because, wait_s=wait_s):
-                raise _Lost(because, wait_s)
+                raise _Lost(printable(because), wait_s)
             case TurnedAway(because=because):
                 self.hands.stop()
-                raise RequestError(because)
+                raise RequestError(printable(because))
             case Bye(because=because):
-                self.say(because)
+                self.say(printable(because))
                 return 0
             case _:
                 pass
@@ -353,6 +354,7 @@ class _Visit:
     def _take(self, offset: int, data: bytes) -> None:
         if self.load is None or offset != self.arrived:
             return
+        data = data[: self.load.end - offset]
         os.pwrite(self.hands.fds[0], data, offset)
         self.arrived += len(data)
         self._ask_on()

@@ -17,6 +17,7 @@ from typing import Annotated
 import msgspec
 
 from manyhands.launch.engines.fork_agent import KillWorker, StartWorker, WorkerExit, WorkerStarted
+from manyhands.values.bounded_types import Name, Number, Seconds, Small, Words
 
 PING_S = 0.25
 IDLE_S = 10.0
@@ -29,59 +30,59 @@ WINDOW = 8
 class Here(msgspec.Struct, frozen=True, tag=True):
     """A host offers its hands."""
 
-    name: str
-    slots: Annotated[int, msgspec.Meta(ge=1)]
-    memory_bytes: int
-    address: str
+    name: Name
+    slots: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
+    memory_bytes: Number
+    address: Name
     """Where its workers are reached by those of other hosts."""
-    version: str
-    torch: str
-    python: str
+    version: Name
+    torch: Name
+    python: Name
 
 
 class Load(msgspec.Struct, frozen=True, tag=True):
     """There is a run: this many bytes of task, and its folder on the driver's host."""
 
-    run: str
-    end: int
-    marker: str
+    run: Name
+    end: Number
+    marker: Annotated[str, msgspec.Meta(pattern=r"^\.here-[0-9a-f-]+\Z")]
     """A file of that folder; a host that finds it sees the same folder."""
-    lease_s: float
-    files: int = 0
+    lease_s: Seconds
+    files: Number = 0
     """From there on, the bytes are files for the workers; 0: there are none."""
 
 
 class Want(msgspec.Struct, frozen=True, tag=True):
-    offset: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+    offset: Number
 
 
 class FilePiece(msgspec.Struct, frozen=True, tag=True):
-    offset: int
+    offset: Number
     data: bytes
 
 
 class Settled(msgspec.Struct, frozen=True, tag=True):
     """Workers can be started here."""
 
-    fds: tuple[int, int]
-    run: str
+    fds: tuple[Small, Small]
+    run: Name
     """The run's folder, as this host sees it."""
     shares: bool
     """It is the driver's own folder."""
 
 
 class Ping(msgspec.Struct, frozen=True, tag=True):
-    number: int
+    number: Number
 
 
 class Echo(msgspec.Struct, frozen=True, tag=True):
-    number: int
+    number: Number
 
 
 class Logged(msgspec.Struct, frozen=True, tag=True):
     """More of a worker's log, from a host that does not see the run's folder."""
 
-    worker: int
+    worker: Small
     data: bytes
 
 
@@ -95,7 +96,7 @@ class ProbeAnswer(msgspec.Struct, frozen=True, tag=True):
     """A probe's answer."""
 
     line: bytes
-    ended: str = ""
+    ended: Words = ""
     """There will be no answer: why."""
 
 
@@ -106,14 +107,14 @@ class Blank(msgspec.Struct, frozen=True, tag=True):
 class HostDropped(msgspec.Struct, frozen=True, tag=True):
     """You were given up; come back as somebody new, after a while."""
 
-    because: str
-    wait_s: float = 0.0
+    because: Words
+    wait_s: Annotated[float, msgspec.Meta(ge=0, le=3600)] = 0.0
 
 
 class TurnedAway(msgspec.Struct, frozen=True, tag=True):
     """This run does not want you: there is no use in coming back."""
 
-    because: str
+    because: Words
 
 
 class Going(msgspec.Struct, frozen=True, tag=True):
@@ -123,7 +124,7 @@ class Going(msgspec.Struct, frozen=True, tag=True):
 class Bye(msgspec.Struct, frozen=True, tag=True):
     """The driver goes, or the daemon does."""
 
-    because: str
+    because: Words
 
 
 FromHost = (

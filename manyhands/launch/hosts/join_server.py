@@ -41,11 +41,15 @@ from manyhands.launch.hosts.join_protocol import (
     encode,
 )
 from manyhands.launch.hosts.withdrawn_hosts import WithdrawnHosts
+from manyhands.values.bounded_types import NotUnderstood
 from manyhands.values.guarded_router import GuardedRouter
 from manyhands.values.join_token import DriverKey
+from manyhands.values.printable_text import printable
 
 MOST_BYTES = 256 << 10
 """Hosts say nothing longer."""
+ODD_REST_S = 60.0
+"""How long a host stays away that said what no host says."""
 MOST_UNSENT = 256
 """Messages that are kept for a host that does not read them."""
 
@@ -236,8 +240,8 @@ class JoinServer:
             identity, data = received
             try:
                 message = decode_from_host(data)
-            except msgspec.MsgspecError:
-                self.router.refuse()
+            except NotUnderstood as error:
+                self._blame(identity.hex(), printable(str(error), 200))
                 continue
             self._hear(identity.hex(), message, self.router.key)
 
@@ -266,9 +270,16 @@ class JoinServer:
                 guest.settled = None
             case Bye(because=because):
                 del self.guests[key]
-                self._tell(HostGone(key, because))
+                self._tell(HostGone(key, printable(because)))
             case _:
-                self.router.refuse()
+                self._blame(key, f"{type(message).__name__}, now")
+
+    def _blame(self, key: str, why: str) -> None:
+        """What one host says that no host says costs it its place, and nobody else anything."""
+        self.router.refuse()
+        if (guest := self.guests.get(key)) is not None:
+            why = f"host {guest.here.name} said what no host says: {why}"
+            self._give_up(key, why, HostDropped(why, ODD_REST_S))
 
     def _meet(self, key: str, here: Here, token: bytes) -> None:
         if (problem := self.holders.objection(here.name, token)) is not None:

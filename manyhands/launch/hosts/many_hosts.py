@@ -9,6 +9,8 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
+import msgspec
+
 from manyhands.launch.engines.fork_agent import KillWorker, StartWorker, WorkerExit, WorkerStarted
 from manyhands.launch.engines.launcher import (
     HostNews,
@@ -23,6 +25,7 @@ from manyhands.launch.hosts.join_protocol import Logged, ProbeAnswer
 from manyhands.launch.hosts.join_server import HostCame, HostGone, HostReady, HostSaid
 from manyhands.launch.hosts.joined_hosts import JoinedHosts, Listening
 from manyhands.values.errors import RequestError
+from manyhands.values.printable_text import printable
 
 
 class ManyHosts:
@@ -125,8 +128,11 @@ class ManyHosts:
                 return []
             case WorkerStarted(worker=worker, pid=pid):
                 host.workers[worker] = pid
-            case WorkerExit(worker=worker):
+            case WorkerExit(worker=worker, code=code, why=why):
                 del host.workers[worker]
+                code, why = max(-64, min(code, 255)), printable(why)
+                # Which host it was, and whether that is lost, is not for the host to say.
+                return [msgspec.structs.replace(message, code=code, why=why, host="", lost="")]
         return [message]
 
     def fileno(self) -> int:

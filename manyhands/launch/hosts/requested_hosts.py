@@ -4,6 +4,7 @@
 Hosts that are named are reached by ssh. Others may join at any time, if they have the token.
 """
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,6 +33,8 @@ def parse_hosts(text: str) -> list[tuple[str, int | None]]:
     if not found:
         raise RequestError("--hosts names no host. Write them as a,b,c.")
     names = [name for name, _ in found]
+    if odd := [name for name in names if not re.fullmatch(r"[^\s-]\S*", name)]:
+        raise RequestError(f"--hosts: {odd[0]!r} is no name of a host.")
     if len(set(names)) < len(names):
         raise RequestError(f"--hosts {text} names a host twice.")
     return found

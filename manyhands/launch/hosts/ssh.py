@@ -25,7 +25,7 @@ class SshHost:
         self.errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `close`)
         command = join_command(driver, host, slots)
         self.process = subprocess.Popen(
-            [*shlex.split(ssh), host, shlex.join(command)],
+            [*shlex.split(ssh), "--", host, shlex.join(command)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=self.errors,

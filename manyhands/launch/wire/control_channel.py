@@ -13,15 +13,18 @@ training thread looks for it.
 import itertools
 import os
 import queue
+import re
 import threading
 import time
 from contextlib import suppress
+from typing import NamedTuple
 
 import msgspec
 import zmq
 
 from manyhands.launch.wire.heartbeat import Heartbeat, Waiting
 from manyhands.launch.wire.long_messages import Assembly, fragments
+from manyhands.values.bounded_types import NotUnderstood
 from manyhands.values.errors import Broken
 from manyhands.values.guarded_router import GuardedRouter, bracketed
 from manyhands.values.messages import (
@@ -40,11 +43,19 @@ from manyhands.values.messages import (
     decode_from_worker,
     encode,
 )
+from manyhands.values.printable_text import printable
 from manyhands.values.worker_orders import Keys
 
 BEAT_S = 0.25
 MOST_UNSENT = 256
 """Messages that are kept for a worker that does not read them."""
+
+
+class Nonsense(NamedTuple):
+    """A worker said something that cannot be read: why not."""
+
+    worker: int
+    why: str
 
 
 class SupervisorChannel:
@@ -69,10 +80,10 @@ class SupervisorChannel:
     def send(self, worker: int, message: FromSupervisor) -> None:
         self.router.send(_identity(worker), encode(message))
 
-    def receive(self) -> list[FromWorker]:
-        """What has arrived; never blocks. Garbage is counted, and so is a message in the name of
-        another than whose connection it is."""
-        messages: list[FromWorker] = []
+    def receive(self) -> list[FromWorker | Nonsense]:
+        """What has arrived; never blocks. What makes no sense, or is in the name of another, is
+        told of with the worker whose connection it came by; if it is nobody's, it is counted."""
+        messages: list[FromWorker | Nonsense] = []
         while (received := self.router.receive()) is not None:
             identity, data = received
             try:
@@ -80,8 +91,11 @@ class SupervisorChannel:
                 if identity != _identity(message.worker):
                     raise msgspec.ValidationError("it is in another's name")
                 whole = self.assembly.add(message)
-            except msgspec.MsgspecError:
-                self.router.refuse()
+            except NotUnderstood as error:
+                if (number := _number(identity)) is None:
+                    self.router.refuse()
+                else:
+                    messages.append(Nonsense(number, printable(str(error), 200)))
                 continue
             if whole is not None:
                 messages.append(whole)
@@ -253,3 +267,8 @@ class WorkerChannel:
 
 def _identity(worker: int) -> bytes:
     return f"worker-{worker}".encode()
+
+
+def _number(identity: bytes) -> int | None:
+    found = re.fullmatch(rb"worker-([0-9]{1,9})", identity)
+    return int(found[1]) if found else None

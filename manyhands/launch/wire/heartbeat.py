@@ -11,6 +11,7 @@ from statistics import median
 from typing import Protocol
 
 from manyhands.values.messages import Beat, StepRecord
+from manyhands.values.printable_text import printable
 from manyhands.values.task import user_stack
 from manyhands.values.work_in_hand import Kind, WorkInHand
 
@@ -120,7 +121,7 @@ class Heartbeat:
         if now - self._seen[1] < LOST_IN_THOUGHT_S:
             return ""
         frame = sys._current_frames().get(self._thread)  # pyright: ignore[reportPrivateUsage]
-        return user_stack(frame) if frame is not None else ""
+        return printable(user_stack(frame)) if frame is not None else ""
 
 
 class Waiting:

@@ -3,6 +3,8 @@
 
 import msgspec
 
+from manyhands.values.hidden_secrets import discreet
+
 
 class Look(msgspec.Struct, frozen=True, tag=True):
     """What are you, and do you see this file?"""
@@ -68,6 +70,8 @@ class Meet(msgspec.Struct, frozen=True, tag=True):
     addresses: tuple[str, str]
     generation: int
     secret: bytes
+
+    __repr__ = discreet
 
 
 class Met(msgspec.Struct, frozen=True, tag=True):

@@ -27,7 +27,7 @@ class Place:
     speeds: tuple[float, ...]
     addresses: tuple[str, ...] = ()
     """Where each host is reached by the others."""
-    secret: bytes = b""
+    secret: bytes = field(default=b"", repr=False)
     """By which hosts know each other; empty: as always."""
     measure: bool = False
     """Measure the network between hosts first."""
