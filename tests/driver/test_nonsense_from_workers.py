@@ -102,6 +102,7 @@ class Playing:
             objection=self.books.live.objection,
             room=None,
             want=lambda workers: None,
+            withdraw=lambda name: "",
         )
         self.supervisor = Supervisor(
             self.launcher,
