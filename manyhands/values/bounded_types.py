@@ -9,13 +9,15 @@ from msgspec import Meta
 
 from manyhands.values.printable_text import NOT_SHOWN
 
-Number = Annotated[int, Meta(ge=0, lt=1 << 53)]
+Natural = Annotated[int, Meta(ge=0, lt=1 << 53)]
 Small = Annotated[int, Meta(ge=0, lt=1 << 31)]
 """Of a worker, a process, a rank."""
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 Rate = Annotated[float, Meta(ge=0, le=1e18)]
 Name = Annotated[str, Meta(max_length=4096, pattern=rf"^[^{NOT_SHOWN}\t\n]*\Z")]
 """Of a host, a round, a file: something that is printed, and looked up."""
+PathText = Annotated[str, Meta(max_length=4096)]
+"""Of a folder or file of the user's, whatever it is called."""
 Words = Annotated[str, Meta(max_length=1 << 17)]
 """For people; `printable` before they are shown."""
 

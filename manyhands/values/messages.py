@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from manyhands.values.bounded_types import Name, Number, Rate, Seconds, Small, Words
+from manyhands.values.bounded_types import Name, Natural, PathText, Rate, Seconds, Small, Words
 from manyhands.values.hidden_secrets import discreet
 from manyhands.values.kernels import Kernels
 from manyhands.values.work_in_hand import WorkInHand
@@ -23,7 +23,7 @@ from manyhands.values.world import World
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    generation: Number = 0
+    generation: Natural = 0
 
 
 class Member(msgspec.Struct, frozen=True):
@@ -78,7 +78,7 @@ class Begun(Message, frozen=True):
     """From the leader: the view is in force, after this many steps."""
 
     worker: Small
-    step: Number
+    step: Natural
     groups: list[dict[str, Any]]
     """The optimizer's hyper-parameters, as far as they are plain."""
     schedule: list[str] = []
@@ -89,12 +89,12 @@ class Ready(Message, frozen=True):
     """Out of the loop, between steps or because others are gone; a new view can begin."""
 
     worker: Small
-    step: Number
+    step: Natural
     broken: bool
     """It could not go on by itself."""
     held: bool = False
     """The state is whole in its memory: there is something to go on from."""
-    differs: tuple[Number, Number] | None = None
+    differs: tuple[Natural, Natural] | None = None
     """Workers do not agree on this micro-batch (step, index)."""
     lost: list[Small] = []
     """Hosts, by their number in the view, to which its connection failed."""
@@ -109,11 +109,11 @@ class Leaving(Message, frozen=True):
 class StepRecord(msgspec.Struct, frozen=True):
     """A step as the leader logs it."""
 
-    step: Number
+    step: Natural
     epoch: float
     loss: float
     lr: float
-    records: Number
+    records: Natural
     numbers: dict[str, float] = {}
 
 
@@ -123,22 +123,22 @@ class Measured(Message, frozen=True):
     worker: Small
     links: list[tuple[Small, Seconds, Annotated[float, Meta(gt=0, le=1e18)]]]
     """Host by its number in the view, seconds there and back, bytes per second each way."""
-    gradient_bytes: Number
+    gradient_bytes: Natural
 
 
 class Beat(Message, frozen=True):
     """Sent a few times a second from a thread of the worker."""
 
     worker: Small
-    step: Number
+    step: Natural
     samples_per_s: Rate
     steps: list[StepRecord] = []
     """From the leader: steps since its last beat that are to be logged."""
-    losses: list[tuple[Number, float]] = []
+    losses: list[tuple[Natural, float]] = []
     """From the leader: of every step since its last beat."""
     loss: float | None = None
-    records: Number = 0
-    progress: Number = 0
+    records: Natural = 0
+    progress: Natural = 0
     """Grows with everything this worker gets done."""
     waiting: bool = False
     """For others; then it is not its own fault that nothing is done."""
@@ -165,14 +165,14 @@ class Scored(Message, frozen=True):
     """From the leader: held-out scores. Every worker then waits for Reply `round`."""
 
     worker: Small
-    step: Number
+    step: Natural
     round: Name
     scores: dict[str, float]
 
 
 class SavedFile(msgspec.Struct, frozen=True):
     name: Name
-    size_bytes: Number
+    size_bytes: Natural
     sha256: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 
 
@@ -180,8 +180,8 @@ class Written(Message, frozen=True):
     """This worker has written its files of a step. `attempt`: the generation that saved it."""
 
     worker: Small
-    step: Number
-    attempt: Number
+    step: Natural
+    attempt: Natural
     files: list[SavedFile]
     blocked_s: Seconds
     writing_s: Seconds = 0.0
@@ -207,11 +207,11 @@ class StoreFile(Message, frozen=True):
     """A piece of a file of a step, from a host that does not see the run's folder."""
 
     worker: Small
-    number: Number
-    step: Number
-    attempt: Number
+    number: Natural
+    step: Natural
+    attempt: Natural
     name: Name
-    offset: Number
+    offset: Natural
     data: Annotated[bytes, Meta(max_length=1 << 17)]
     last: bool
 
@@ -220,17 +220,17 @@ class ReadFile(Message, frozen=True):
     """A piece of a file of the run is wanted, on a host that does not see its folder."""
 
     worker: Small
-    number: Number
-    path: Name
-    offset: Number
-    size: Number
+    number: Natural
+    path: PathText
+    offset: Natural
+    size: Natural
 
 
 class Trouble(Message, frozen=True):
     """The worker is about to end with an error."""
 
     worker: Small
-    step: Number
+    step: Natural
     kind: Words
     """The exception's class."""
     text: Words
@@ -243,18 +243,18 @@ class Trouble(Message, frozen=True):
     """Raised by manyhands itself, which would raise it again."""
     symptom: bool = False
     """Another worker reports the cause."""
-    micro_batch: Number | None = None
+    micro_batch: Natural | None = None
     held_out: bool = False
     """It is a batch of held-out records."""
-    records: list[Number] = []
+    records: list[Natural] = []
 
 
 class Testimony(Message, frozen=True):
     """In an audit: what this worker computed for a micro-batch, twice."""
 
     worker: Small
-    step: Number
-    micro_batch: Number
+    step: Natural
+    micro_batch: Natural
     digests: Annotated[list[int], Meta(min_length=2, max_length=2)]
 
 
@@ -269,7 +269,7 @@ class Passed(Message, frozen=True):
     """A step changed nothing, because something in it was not finite."""
 
     worker: Small
-    step: Number
+    step: Natural
     why: Words
 
 
@@ -277,9 +277,9 @@ class Left(Message, frozen=True):
     """Training is done here; everything is written."""
 
     worker: Small
-    step: Number
+    step: Natural
     because: Words
-    peak_memory_bytes: Number
+    peak_memory_bytes: Natural
     loss: float
 
 

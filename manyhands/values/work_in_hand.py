@@ -5,7 +5,7 @@ from typing import Annotated, Literal, get_args
 
 import msgspec
 
-from manyhands.values.bounded_types import Number
+from manyhands.values.bounded_types import Natural
 
 Kind = Literal["build", "join", "compute", "update", "rest", "evaluate", "score"]
 """Building the task; taking a place in a view; a micro-batch; what follows the last one in a step;
@@ -15,7 +15,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 class WorkInHand(msgspec.Struct, frozen=True):
     kind: Kind = "build"
-    step: Number = 0
+    step: Natural = 0
     """So many steps were done before it."""
     index: Annotated[int, msgspec.Meta(ge=-1, lt=1 << 53)] = -1
     """Which micro-batch, or which batch of held-out records."""

@@ -3,6 +3,7 @@ else for it."""
 
 import copy
 import os
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
@@ -26,6 +27,7 @@ from manyhands.driver.supervise.worker_states import Situation
 from manyhands.driver.supervisor import Supervisor
 from manyhands.launch.engines.fork_agent import WorkerExit
 from manyhands.launch.engines.launcher import LauncherEvent, LauncherTraits, ThisHost, WorkerPlace
+from manyhands.launch.engines.work_mark import WorkMark
 from manyhands.launch.wire.control_channel import SupervisorChannel
 from manyhands.planning.planner import plan
 from manyhands.values.bounded_types import NotUnderstood
@@ -51,6 +53,7 @@ from manyhands.values.messages import (
 )
 from manyhands.values.run_folder import RunDir
 from manyhands.values.task import Loaded
+from manyhands.values.work_in_hand import WorkInHand
 from tests.support.situations import view, w
 from tests.support.tasks import make
 
@@ -194,6 +197,10 @@ GOOD: dict[str, FromWorker] = {
 }
 
 
+def beat(work: WorkInHand) -> Beat:
+    return Beat(worker=SPEAKER, step=3, samples_per_s=1.0, work=work, generation=1)
+
+
 @st.composite
 def messages(draw: st.DrawFn) -> bytes:
     """One of every kind: right in most fields, and anything in the others."""
@@ -284,12 +291,67 @@ def test_what_workers_write_cannot_command_a_terminal(
         assert not any(line.startswith("manyhands: error") for line in told.splitlines())
 
 
+@pytest.mark.parametrize(
+    ("message", "because"),
+    [
+        (Passed(worker=1, step=3, why="w", generation=1), "the leader of its view, and is not"),
+        (Passed(worker=1, step=9, why="w", generation=1), "step 9 of 8"),
+        (beat(WorkInHand("compute", 3, 1 << 40)), "micro-batch 1099511627776 of"),
+        (beat(WorkInHand("compute", 3, -1)), "micro-batch -1 of"),
+        (beat(WorkInHand("evaluate", 9, 0)), "step 9 of 8"),
+    ],
+)
+def test_work_that_there_is_not(playing: Playing, message: FromWorker, because: str) -> None:
+    playing.begin("in")
+    playing.says(encode(message))
+    decision = decide(playing.now)
+    assert isinstance(decision, Fence) and decision.worker == SPEAKER
+    assert because in decision.because
+
+
+def test_held_out_batches_are_not_counted_as_micro_batches(playing: Playing) -> None:
+    playing.begin("in")
+    playing.says(encode(beat(WorkInHand("evaluate", 8, 900))))
+    trouble = Trouble(worker=1, step=3, kind="E", text="t", trace="", request=False)
+    trouble = msgspec.structs.replace(trouble, micro_batch=900, held_out=True)
+    playing.says(encode(trouble))
+    assert playing.now.workers[1].wrong is None and playing.now.troubles == [trouble]
+
+
+def test_who_wrote_over_what_it_was_at_is_judged_by_its_last_beat(playing: Playing) -> None:
+    playing.begin("in")
+    said = WorkInHand("compute", 3, 0)
+    playing.says(encode(beat(said)))
+    torn = WorkerExit(1, 101, -11, work=WorkInHand("compute", 1 << 50, 0))
+    playing.supervisor._see(torn)  # pyright: ignore[reportPrivateUsage]
+    assert playing.now.workers[1].exit is torn and playing.now.workers[1].work == said
+
+
+def test_a_mark_that_was_written_over_is_none() -> None:
+    mark = WorkMark()
+    mark.note("compute", 3, 1)
+    assert mark.read() == WorkInHand("compute", 3, 1)
+    for kind, step, index in ((99, 3, 1), (-1, 3, 1), (2, -3, 1), (2, 3, -7), (2, 1 << 60, 1)):
+        struct.pack_into("<qqq", mark._memory, 0, kind, step, index)  # pyright: ignore[reportPrivateUsage]
+        assert mark.read() is None
+    mark.close()
+
+
+def test_where_a_worker_says_that_it_is_cannot_command_a_terminal(playing: Playing) -> None:
+    playing.begin("in")
+    where = "  task.py:3 in loss\n\x1b[2JThe run is done\r"
+    playing.says(encode(msgspec.structs.replace(beat(WorkInHand("update", 3)), where=where)))
+    told = "  task.py:3 in loss\n  \\x1b[2JThe run is done\\r"
+    assert playing.now.workers[1].where == told
+
+
 def test_files_of_a_step_have_no_holes_and_no_odd_names(playing: Playing) -> None:
     server, folder = FileServer(playing.run, None), playing.run.checkpoints
     good: dict[str, Any] = {"worker": 1, "number": 1, "step": 3, "attempt": 1, "last": False}
 
     def store(**facts: Any) -> str:
-        return server.serve(StoreFile(**{**good, "name": "f", "data": b"1234", **facts})).error
+        named: dict[str, Any] = {**good, "name": "f", "data": b"1234", **facts}
+        return server.serve(StoreFile(**named)).error
 
     assert store(offset=0) == "" and store(offset=4) == ""
     assert "none follow" in store(offset=1 << 42)

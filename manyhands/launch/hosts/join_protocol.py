@@ -17,7 +17,7 @@ from typing import Annotated
 import msgspec
 
 from manyhands.launch.engines.fork_agent import KillWorker, StartWorker, WorkerExit, WorkerStarted
-from manyhands.values.bounded_types import Name, Number, Seconds, Small, Words
+from manyhands.values.bounded_types import Name, Natural, PathText, Seconds, Small, Words
 
 PING_S = 0.25
 IDLE_S = 10.0
@@ -32,7 +32,7 @@ class Here(msgspec.Struct, frozen=True, tag=True):
 
     name: Name
     slots: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
-    memory_bytes: Number
+    memory_bytes: Natural
     address: Name
     """Where its workers are reached by those of other hosts."""
     version: Name
@@ -43,21 +43,21 @@ class Here(msgspec.Struct, frozen=True, tag=True):
 class Load(msgspec.Struct, frozen=True, tag=True):
     """There is a run: this many bytes of task, and its folder on the driver's host."""
 
-    run: Name
-    end: Number
+    run: PathText
+    end: Natural
     marker: Annotated[str, msgspec.Meta(pattern=r"^\.here-[0-9a-f-]+\Z")]
     """A file of that folder; a host that finds it sees the same folder."""
     lease_s: Seconds
-    files: Number = 0
+    files: Natural = 0
     """From there on, the bytes are files for the workers; 0: there are none."""
 
 
 class Want(msgspec.Struct, frozen=True, tag=True):
-    offset: Number
+    offset: Natural
 
 
 class FilePiece(msgspec.Struct, frozen=True, tag=True):
-    offset: Number
+    offset: Natural
     data: bytes
 
 
@@ -65,18 +65,18 @@ class Settled(msgspec.Struct, frozen=True, tag=True):
     """Workers can be started here."""
 
     fds: tuple[Small, Small]
-    run: Name
+    run: PathText
     """The run's folder, as this host sees it."""
     shares: bool
     """It is the driver's own folder."""
 
 
 class Ping(msgspec.Struct, frozen=True, tag=True):
-    number: Number
+    number: Natural
 
 
 class Echo(msgspec.Struct, frozen=True, tag=True):
-    number: Number
+    number: Natural
 
 
 class Logged(msgspec.Struct, frozen=True, tag=True):

@@ -74,3 +74,12 @@ def test_what_this_python_writes(tmp_path: Path) -> None:
     ran = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
     what, where = explain_crash(ran.stderr)
     assert (what, where.partition("\n")[0]) == ("Segmentation fault", f"  {script}:4 in loss")
+
+
+def test_what_a_process_wrote_cannot_command_a_terminal() -> None:
+    said = THROWN.replace("the tokenizer", "\x1b[2Jthe \u202etokenizer")
+    assert explain_crash(said)[0] == r"\x1b[2Jthe \u202etokenizer has no vocabulary"
+    assert explain_crash(OLD.replace("model.py", "\x1b[2J.py"))[1].startswith(
+        r"  /home/me/\x1b[2J.py:12"
+    )
+    assert len(explain_crash(THROWN.replace("the tokenizer", "x" * 9999))[0]) < 2100
