@@ -1,5 +1,6 @@
 """Weights are written by the optimizer and by nobody else, or the writer is named."""
 
+import faulthandler
 import os
 import signal
 from collections.abc import Callable
@@ -108,6 +109,7 @@ def test_a_store_to_protected_weights_ends_the_process_that_makes_it(shared: boo
         made = replica(net, fd if shared else None, protect=True)
         compute(made)
         if (child := os.fork()) == 0:
+            faulthandler.disable()  # pytest's: it would tell of an end that is wanted
             with suppress(BaseException):
                 net.odd = unseen
                 compute(made)
