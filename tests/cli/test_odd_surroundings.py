@@ -70,11 +70,15 @@ def test_a_script_as_process_one(process_one: list[str], task: Path, tmp_path: P
 
 INIT = """
 import os, subprocess, sys, time
+from contextlib import suppress
 from manyhands.cli.init_process import init_stays_behind
 init_stays_behind()
 assert os.getpid() != 1
 def zombies():
-    stats = [open(f"/proc/{p}/stat").read() for p in os.listdir("/proc") if p.isdigit()]
+    stats = []
+    for process in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError):  # it ended meanwhile
+            stats.append(open(f"/proc/{process}/stat").read())
     return [s for s in stats if s.rpartition(")")[2].split()[0] == "Z"]
 subprocess.run(["sh", "-c", "true & true & true &"])  # orphans, who end
 while zombies():

@@ -35,6 +35,7 @@ OTHER = {
     "data.cache": "{folder}/other-cache",
     "data.cache_limit": "1MB",
     "checkpoint.every_steps": "2",
+    "checkpoint.every_s": "0.01",
     "checkpoint.keep_last": "1",
     "checkpoint.keep_best": "loss",
     "log.every_steps": "1",
@@ -43,6 +44,8 @@ OTHER = {
     "recovery.silent_s": "20",
     "recovery.host_s": "9",
     "recovery.stuck_s": "60",
+    "recovery.starting_s": "500",
+    "recovery.evaluate_s": "200",
     "recovery.losses": "1",
     "recovery.rebalance": "false",
     # These say when a run ends and how it is scored: with as many steps they change no weight.
