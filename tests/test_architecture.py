@@ -147,6 +147,12 @@ def test_importing_manyhands_imports_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+def test_a_worker_imports_no_compiler() -> None:
+    """1.5 s, which every start of a run would take longer."""
+    code = "import sys, manyhands.worker.lifecycle; sys.exit('torch._dynamo' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 def test_errors_survive_pickling() -> None:
     samples = [
         errors.LossNotFinite(1, 2, 3, float("inf"), [4, 5]),
