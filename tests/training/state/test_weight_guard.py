@@ -141,9 +141,11 @@ def test_stock_ways_to_shape_weights_are_no_alarm(wrap: Callable[[nn.Module], nn
     net = Net()
     net.first = wrap(net.first)  # pyright: ignore[reportAttributeAccessIssue]
     made = replica(net, None, protect=True)
+    before = {dtype: lane.clone() for dtype, lane in made.weights.items()}
     for _ in range(3):
         made.buffers.begin(alone=True)
         compute(made)
+    assert all(torch.equal(before[dtype], lane) for dtype, lane in made.weights.items())
 
 
 def as_attribute(net: Net) -> None:
