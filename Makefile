@@ -21,7 +21,9 @@ $(BIN)/pip:
 	$(PYTHON) -m venv .venv || \
 	  { rm -rf .venv; echo "Could not create .venv. On Debian: apt install python3-venv" >&2; exit 1; }
 
-$(READY): pyproject.toml constraints.txt | $(BIN)/pip
+NATIVE := $(shell find manyhands -name '*.c')
+
+$(READY): pyproject.toml constraints.txt $(NATIVE) | $(BIN)/pip
 	@echo "Installing into .venv: a minute or two the first time."
 	@$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[dev]'
 	@touch $@

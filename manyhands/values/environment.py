@@ -69,6 +69,11 @@ def switched_on(variable: str) -> bool:
     return os.environ.get(variable, "").lower() in ("1", "true")
 
 
+def switched_off(variable: str) -> bool:
+    """Whether a variable of the environment says no."""
+    return os.environ.get(variable, "").lower() in ("0", "false")
+
+
 @contextmanager
 def variables(changes: Mapping[str, str | None], also: Sequence[str] = ()) -> Generator[None]:
     """Environment variables for the time being; None takes one away.

@@ -84,6 +84,9 @@ def machine_checks(where: str, facts: HostFacts, slots: int | None = None) -> li
         found.append(Check("warning", where, text))
     if facts.kernels:
         found.append(Check("warning", where, words(facts.kernels)))
+    if facts.not_native:
+        text = f"updates take the long way, to the same bits: {facts.not_native}"
+        found.append(Check("ok", where, text))
     return found
 
 

@@ -40,6 +40,7 @@ from manyhands.training.collective.sockets import Sockets
 from manyhands.values.environment import limited_kernels
 from manyhands.values.errors import Broken
 from manyhands.values.machine import machine, torch_version
+from manyhands.values.native_library import why_not
 from manyhands.values.version import VERSION
 from manyhands.values.world import World
 
@@ -103,6 +104,7 @@ class Probing:
             free_bytes=_free_in(Path(look.marker).parent),
             zombies=not orphans_are_reaped(),
             kernels=kernels_to_use(processor_flags(), limited_kernels(), trial_in_new_process),
+            not_native=why_not() or "",
         )
 
     def _meet(self, meet: Meet) -> Met:

@@ -42,6 +42,8 @@ class HostFacts(msgspec.Struct, frozen=True, tag=True):
     """Processes that lose their parent are not reaped when they end."""
     kernels: str = ""
     """What bf16 has to be held to here, because better is announced and not allowed."""
+    not_native: str = ""
+    """Why nothing that is compiled is used."""
 
 
 class Clock(msgspec.Struct, frozen=True, tag=True):

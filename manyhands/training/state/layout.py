@@ -19,7 +19,9 @@ from itertools import accumulate, pairwise
 from math import prod
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
@@ -223,6 +225,19 @@ def units(layout: Layout, spans: Sequence[Span], *, cut: str) -> list[Unit]:
             room -= stop - start
             start = stop
     return [Unit(tuple(u), _block_range(layout, u)) for u in found]
+
+
+def rest_of(layout: Layout, unit: Unit, done: NDArray[np.int64], step: int) -> Unit | None:
+    """What of a unit has not been through step `step`: it is updated from its start, and some of
+    its blocks may be through already (undo_log.py)."""
+    left: list[Span] = []
+    for span in unit.spans:
+        first, last = block_of(layout, span), block_of(layout, span, last=True)
+        through = int((done[first : last + 1] > step).sum())
+        if through <= last - first:
+            start = span.start + through * BLOCK
+            left.append(Span(span.piece, span.index, start, span.stop))
+    return Unit(tuple(left), _block_range(layout, left)) if left else None
 
 
 def _block_range(layout: Layout, spans: Sequence[Span]) -> tuple[int, int]:

@@ -13,8 +13,10 @@ from manyhands.values.errors import OptimizerRefused
 REMEDY = "Keep it in self.state[p] (tensors and numbers), or in self.param_groups."
 
 # What torch itself puts there. (To make one and look would import the compiler: 1.5 s.)
-_OWN = {"defaults", "state", "param_groups"}
-_OWN |= {"_opt_called", "_zero_grad_profile_name", "_warned_capturable_if_run_uncaptured"}
+_OWN = {
+    *("defaults", "state", "param_groups"),
+    *("_opt_called", "_zero_grad_profile_name", "_warned_capturable_if_run_uncaptured"),
+}
 
 
 def refuse_hidden_optimizers(optimizer: Optimizer) -> None:

@@ -30,6 +30,7 @@ from manyhands.training.state.layout import (
 )
 from manyhands.training.state.max_norm_rows import shorten
 from manyhands.training.state.module_buffers import ModuleBuffers
+from manyhands.training.state.one_pass_update import OnePassUpdate, one_pass
 from manyhands.training.state.optimizer_attributes import OptimizerAttributes
 from manyhands.training.state.optimizer_kinds import Kept, has_hooks, how_to_cut, like
 from manyhands.training.state.undo_log import KeptValue, UndoLog
@@ -55,6 +56,7 @@ class _Work:
     tensors: list[Tensor]
     doing: Optimizer
     settled: set[int]
+    one_pass: OnePassUpdate | None = None
 
 
 class ShardedOptimizer:
@@ -136,7 +138,10 @@ class ShardedOptimizer:
             {**group, "params": [t for p in group["params"] for t in mine.get(id(p), [])]}
             for group in self.users.param_groups
         ]
-        return _Work(unit, tensors, like(self.users, groups), set())
+        work = _Work(unit, tensors, like(self.users, groups), set())
+        if self.cut == "blocks" and self.undo_log.journals and not self.row_factors:
+            work.one_pass = one_pass(work.doing, unit, tensors, self.undo_log, self.rank)
+        return work
 
     def _tensor(self, span: Span) -> Tensor:
         if self.cut == "nowhere":
@@ -167,7 +172,7 @@ class ShardedOptimizer:
 
     def prepare(self, step: int) -> None:
         """What can be done for step `step` before its gradient is known."""
-        if self.works:
+        if self.works and self.works[0].one_pass is None:
             unit = self.works[0].unit
             self.undo_log.open(self.rank, unit, step)
             self._prepared = unit.blocks, step
@@ -185,6 +190,11 @@ class ShardedOptimizer:
         self, work: _Work, gradient: Lanes, origin: Bounds, touched: Sequence[bool], step: int
     ) -> None:
         """Take step `step` for one unit. `gradient` covers `origin` of each lane."""
+        if work.doing is not self.users:
+            for theirs, ours in zip(self.users.param_groups, work.doing.param_groups, strict=True):
+                ours.update({k: v for k, v in theirs.items() if k != "params"})
+        if work.one_pass is not None and work.one_pass.take(gradient, origin, touched, step):
+            return
         if self._prepared != (work.unit.blocks, step):
             self.undo_log.open(self.rank, work.unit, step)
         self._prepared = None
@@ -193,9 +203,6 @@ class ShardedOptimizer:
                 stretch = self.weights[span.piece.dtype][span.start : span.stop]
                 shorten(stretch, span.offset, span.piece.shape[1], factors)
         self._place_gradients(work, gradient, origin, touched)
-        if work.doing is not self.users:
-            for theirs, ours in zip(self.users.param_groups, work.doing.param_groups, strict=True):
-                ours.update({k: v for k, v in theirs.items() if k != "params"})
         if self.cut == "nowhere":
             self._whole_step(step)
         else:

@@ -16,6 +16,10 @@ Invariant: after `repair`, every block holds exactly the state after `done[b]` s
     (update)      weights, slots and counters change in place               died here: copied back
     close(unit)   done = step + 1, then mark the log as void                died here: copied back
 
+Where native code takes the step (one_pass_update.py), it copies aside what it updates as it goes,
+and closes block by block; the log then says how far its copy of the one block has come, and a unit
+may be found through with the first of its blocks and not with the rest.
+
 Copying back is idempotent: a repairer may be killed too. Stores of a killed process take effect in
 the order of its program, and nobody reads before it is known to be dead (launch.membership).
 
@@ -30,7 +34,7 @@ gradients is in the host's memory, and how many workers of this host shared the 
 takes over another's state is `void` until it has all of it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import msgspec
@@ -48,7 +52,9 @@ Number = float | int | bool
 KeptValue = Tensor | Number
 
 _FOREACH_COPY: Any = getattr(torch, "_foreach_copy_")  # noqa: B009 (private, and no other way)
-_IDLE, _HOLDS = 0, 1
+_IDLE, _HOLDS, _PASSING = range(3)
+HEAD_WORDS = 8
+"""Of a log: state; first block, stop, step; and of a pass: elements copied, counter, lanes."""
 _NOTE_BYTES = 1 << 24
 _EXTRA_BYTES = 1 << 26
 
@@ -91,7 +97,7 @@ class UndoLog:
         self._logs = memory.shelf(MOST_RANKS, 64 + sum(room))
         self._opened: dict[int, list[Tensor]] = {}
         self._planned: dict[tuple[int, tuple[int, int]], tuple[list[Tensor], list[Tensor]]] = {}
-        self._heads = cast(Any, memory.array(MOST_RANKS, 4, dtype=np.int64))
+        self._heads = cast(Any, memory.array(MOST_RANKS, HEAD_WORDS, dtype=np.int64))
         self.summed = cast(NDArray[np.int64], memory.array(2, dtype=np.int64))
         """[step + 1, workers]; [0, 0]: of none."""
         self._boxes = memory.shelf(2, 64 + sum(n * d.itemsize + 64 for d, n in buffers.items()))
@@ -111,7 +117,7 @@ class UndoLog:
             return
         head, (first, stop) = self._heads[rank], unit.blocks
         _FOREACH_COPY(*self._pairs(rank, unit))
-        head[1:] = first, stop, step
+        head[1:4] = first, stop, step
         head[0] = _HOLDS
 
     def _pairs(self, rank: int, unit: Unit) -> tuple[list[Tensor], list[Tensor]]:
@@ -142,9 +148,12 @@ class UndoLog:
 
     def repair(self) -> int:
         """Copy back what killed workers were updating; how many units that were."""
-        torn = [r for r in range(MOST_RANKS) if self._heads[r, 0] == _HOLDS]
+        torn = [r for r in range(MOST_RANKS) if self._heads[r, 0] != _IDLE]
         for rank in torn:
-            first, stop, step = (int(n) for n in self._heads[rank, 1:])
+            if self._heads[rank, 0] == _PASSING:
+                self._undo_pass(rank)
+                continue
+            first, stop, step = (int(n) for n in self._heads[rank, 1:4])
             for (dtype, lane), copy in zip(self._lanes, self._log(rank), strict=False):
                 if (stretch := self._stretch(dtype, first, stop)) is not None:
                     a, b = stretch
@@ -157,6 +166,26 @@ class UndoLog:
             self.done[first:stop] = step
             self._heads[rank, 0] = _IDLE
         return len(torn)
+
+    def aside(self, rank: int, slots: Sequence[str]) -> tuple[Any, list[Tensor], list[int]]:
+        """For a pass over float32: its head; where weights and slots are copied to; their bits."""
+        weights = [("", dtype) for dtype in sorted(self.layout.trainable_sizes, key=str)]
+        lanes: list[SlotKey] = [*weights, *self.slots]
+        wanted: list[SlotKey] = [(key, torch.float32) for key in ("", *slots)]
+        places = [lanes.index(key) for key in wanted if key in lanes]
+        copies = self._log(rank)
+        return self._heads[rank], [copies[k] for k in places], [1 << k for k in places]
+
+    def _undo_pass(self, rank: int) -> None:
+        """Copy back what a pass had copied aside of its block."""
+        block, stop, step, copied, counter, lanes = (int(n) for n in self._heads[rank, 1:7])
+        for k, ((dtype, lane), copy) in enumerate(zip(self._lanes, self._log(rank), strict=False)):
+            if lanes >> k & 1 and (stretch := self._stretch(dtype, block, stop)) is not None:
+                lane[stretch[0] : stretch[0] + copied].copy_(copy[:copied])
+        for numbers in self.scalars.values():
+            numbers[block] = counter
+        self.done[block] = step
+        self._heads[rank, 0] = _IDLE
 
     def reset(self, step: int) -> None:
         """Begin at `step`, whatever was here before."""

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from manyhands.training.state import layout, memory
-from manyhands.training.state.layout import lay_out
+from manyhands.training.state.layout import lay_out, rest_of
 from manyhands.training.state.memory import Memory
 from manyhands.training.state.undo_log import UndoLog
 from manyhands.values.errors import OptimizerRefused
@@ -197,7 +197,8 @@ def _mend(hand: Hand, story: Story, death: Death | None = None, at: int = 0) -> 
         return len(died)
     assert (low, high) == (story.at, story.at + 1)
     every = [u for rank in range(story.ranks) for u in hand.units_of(rank, story.ranks)]
-    behind = [unit for unit in every if hand.undo_log.done[unit.blocks[0]] == low]
+    left = [rest_of(hand.layout, unit, hand.undo_log.done, low) for unit in every]
+    behind = [unit for unit in left if unit is not None]
     hand.replica.adopt()
     hand.optimizer.regroup(0, behind, low, own=True)
     for k in range(len(behind)):

@@ -25,7 +25,7 @@ import torch
 
 from manyhands.training.collective.collective import FACTS, OUTCOMES
 from manyhands.training.collective.two_level import TwoLevel
-from manyhands.training.state.layout import Bounds, Unit, blocks, share_out, units
+from manyhands.training.state.layout import Bounds, Unit, blocks, rest_of, share_out, units
 from manyhands.training.state.param_groups import groups_to_json, restore, schedule_to_json
 from manyhands.training.state.replica import Replica
 from manyhands.training.state.sharded_optimizer import ShardedOptimizer
@@ -171,12 +171,13 @@ class Regrouping:
         summed = int(self.undo_log.summed[0]) == step.step + 1
         workers = int(self.undo_log.summed[1]) if summed else len(step.ranges)
         spans = share_out(layout, workers, cut=cut)
-        behind = [
-            unit
+        done = self.undo_log.done
+        left = [
+            rest_of(layout, unit, done, step.step)
             for owned in spans
             for unit in units(layout, owned, cut=cut)
-            if self.undo_log.done[unit.blocks[0]] == step.step
         ]
+        behind = [unit for unit in left if unit is not None]
         self.optimizer.regroup(rank, behind, step.step, own=True)
         if step.not_finite() is not None:
             self.optimizer.pass_over(step.step)
