@@ -227,7 +227,7 @@ def test_daemons_that_join(tmp_path: Path, token: Path, free_port: int) -> None:
 def test_hosts_over_ssh(tmp_path: Path) -> None:
     """Here ssh is a script: b is started, nobody answers at c."""
     ssh = tmp_path / "ssh"
-    ssh.write_text('#!/bin/sh\n[ "$1" = b ] || { echo "no route" >&2; exit 255; }\nexec sh -c "$2"')
+    ssh.write_text('#!/bin/sh\n[ "$2" = b ] || { echo "no route" >&2; exit 255; }\nexec sh -c "$3"')
     ssh.chmod(0o700)
     at = ["--listen", "127.0.0.1", "--ssh", ssh, "--folder", tmp_path]
     code, said = doctor("--hosts", "b,here", *at)

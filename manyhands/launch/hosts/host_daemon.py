@@ -52,6 +52,7 @@ from manyhands.launch.hosts.join_protocol import (
     decode_to_host,
     encode,
 )
+from manyhands.launch.hosts.message_digest import message_digest
 from manyhands.launch.hosts.probe_process import Probe
 from manyhands.launch.shipping.ship_files import Unpacking
 from manyhands.values.bounded_types import NotUnderstood
@@ -68,6 +69,8 @@ _HUNG_UP = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 MOST_HANG_UPS = 5
 """In a row: with another token we do not even know whom we speak to, and are hung up on."""
 LOG_BYTES = 1 << 16
+SHORT_STAY_S = 10.0
+LEAST_AWAY_S, MOST_AWAY_S = 0.25, 30.0
 HAND_OVER_S = 8.0
 """How long workers of a host that was told to go may take; whoever asks twice does not wait."""
 
@@ -104,18 +107,20 @@ def serve(offer: Offer, say: Say = print) -> int:
     """Until the run is over (0), or the driver could not be found any more (1)."""
     sweep()
     with _asked_to_go(tied=offer.tied) as asked, _launcher(offer.entry) as hands:
-        since = time.monotonic()
+        since, wait_s = time.monotonic(), 0.0
         say(f"looking for a run at {offer.host}:{offer.port}")
         while not asked():
-            visit = _Visit(offer, hands, say, asked)
+            visit, came = _Visit(offer, hands, say, asked), time.monotonic()
             try:
                 return visit.stay()
             except _Lost as lost:
                 hands.stop()
+                wait_s = stay_away_s(lost.wait_s, time.monotonic() - came, wait_s)
                 if visit.welcome:
-                    later = f" in {lost.wait_s:.0f} s" if lost.wait_s else ""
+                    later = f" in {wait_s:.0f} s" if wait_s >= 1 else ""
                     say(f"{lost}. Workers here were stopped; trying to join again{later}.")
-                    _rest(lost.wait_s, asked)
+                _rest(wait_s, asked)
+                if visit.welcome:
                     since = time.monotonic()
                 if time.monotonic() - since > offer.patience_s:
                     say(f"no run at {offer.host}:{offer.port} for {offer.patience_s:.0f} s: {lost}")
@@ -123,6 +128,14 @@ def serve(offer: Offer, say: Say = print) -> int:
             finally:
                 visit.close()
         return 130
+
+
+def stay_away_s(told_s: float, stayed_s: float, before_s: float) -> float:
+    """How long to wait before joining again: as long as one was told to, and each time twice as
+    long (`before_s` was the last time) as long as one is sent away soon after one came."""
+    if stayed_s > SHORT_STAY_S:
+        return told_s
+    return max(told_s, min(MOST_AWAY_S, 2 * before_s or LEAST_AWAY_S))
 
 
 def _rest(seconds: float, asked: Callable[[], int]) -> None:
@@ -232,6 +245,7 @@ class _Visit:
             version=VERSION,
             torch=torch_version(),
             python=platform.python_version(),
+            messages=message_digest(),
         )
 
     def _tell(self, message: FromHost) -> None:

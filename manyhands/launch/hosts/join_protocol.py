@@ -38,6 +38,8 @@ class Here(msgspec.Struct, frozen=True, tag=True):
     version: Name
     torch: Name
     python: Name
+    messages: Name = ""
+    """The digest of those that it knows (message_digest.py)."""
 
 
 class Load(msgspec.Struct, frozen=True, tag=True):

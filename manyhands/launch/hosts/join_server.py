@@ -45,6 +45,7 @@ from manyhands.values.bounded_types import NotUnderstood
 from manyhands.values.guarded_router import GuardedRouter
 from manyhands.values.join_token import DriverKey
 from manyhands.values.printable_text import printable
+from manyhands.values.version import VERSION
 
 MOST_BYTES = 256 << 10
 """Hosts say nothing longer."""
@@ -277,7 +278,16 @@ class JoinServer:
     def _blame(self, key: str, why: str) -> None:
         """What one host says that no host says costs it its place, and nobody else anything."""
         self.router.refuse()
-        if (guest := self.guests.get(key)) is not None:
+        if (guest := self.guests.get(key)) is None:
+            # It has a token, and may be of a version that says it otherwise: it need not guess.
+            self._send(
+                key,
+                TurnedAway(
+                    f"what it says cannot be read by manyhands {VERSION}, which"
+                    " this run has. Install the same on both hosts."
+                ),
+            )
+        else:
             why = f"host {guest.here.name} said what no host says: {why}"
             self._give_up(key, why, HostDropped(why, ODD_REST_S))
 

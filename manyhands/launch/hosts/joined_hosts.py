@@ -19,6 +19,7 @@ import zmq
 from manyhands.launch.engines.launcher import HostNews, HostsNow, WorkerPlace, drivers_own
 from manyhands.launch.hosts.join_protocol import Blank, Load
 from manyhands.launch.hosts.join_server import JoinedHost, JoinServer
+from manyhands.launch.hosts.message_digest import message_digest
 from manyhands.launch.hosts.withdrawn_hosts import WithdrawnHosts
 from manyhands.launch.shipping.ship_files import pack_files
 from manyhands.values.errors import RequestError
@@ -99,6 +100,8 @@ class JoinedHosts:
         self.ship: tuple[Path, ...] = ()
         """What workers on other hosts find in their current directory."""
         self.drops = Counter[str]()
+        self.refused: dict[str, str] = {}
+        """Hosts that came with other versions, and what was said about it."""
         self._marker: Path | None = None
 
     # ---- the contract
@@ -190,11 +193,17 @@ class JoinedHosts:
 
     # ---- who comes and goes
 
-    def came(self, guest: JoinedHost) -> HostNews:
+    def came(self, guest: JoinedHost) -> HostNews | None:
+        """None: it is known that it cannot take part, and was told before."""
         here = guest.here
-        if (problem := differs(here.version, here.torch, here.python)) is not None:
-            self.server.drop(guest.key, problem)
+        problem = differs(here.version, here.torch, here.python, here.messages)
+        if problem is not None:
+            self.server.turn_away(guest.key, f"host {here.name} was turned away: {problem}")
+            if self.refused.get(here.name) == problem:
+                return None
+            self.refused[here.name] = problem
             return HostNews(here.name, f"was turned away: {problem}")
+        self.refused.pop(here.name, None)
         self.others[guest.key] = OtherHost(guest)
         room = f"{here.slots} worker{'s' * (here.slots != 1)}"
         return HostNews(here.name, f"has joined, with room for {room}")
@@ -245,15 +254,25 @@ class JoinedHosts:
             self.provider.close()
 
 
-def differs(version: str, torch: str, python: str) -> str | None:
-    """Why a host cannot take part: other versions may compute other bits, or not know the code."""
+def differs(version: str, torch: str, python: str, messages: str | None = None) -> str | None:
+    """Why a host cannot take part, and what to do: other versions may compute other bits, or not
+    know the code. `messages`: the digest of those that it knows."""
+    there = "the driver's host has"
     if version != VERSION:
-        return f"it has manyhands {version}, this host has {VERSION}"
+        what = f"it has manyhands {version}, {there} {VERSION}"
+        return f"{what}. Install the same on both (pip install manyhands=={VERSION})."
     if torch.partition("+")[0] != torch_version().partition("+")[0]:
-        return f"it has torch {torch}, this host has {torch_version()}"
+        mine = torch_version()
+        what = f"it has torch {torch}, {there} {mine}"
+        return f"{what}. Install the same on both (pip install torch=={mine.partition('+')[0]})."
     mine = platform.python_version()
     if python.split(".")[:2] != mine.split(".")[:2]:
-        return f"it has Python {python}, this host has {mine}"
+        what = f"it has Python {python}, {there} {mine}"
+        return f"{what}. Install manyhands there for Python {mine.rpartition('.')[0]}."
+    if messages is not None and messages != message_digest():
+        what = f"it has manyhands {version} with other messages (digest {messages or 'unknown'})"
+        mine = f"than {VERSION} on the driver's host ({message_digest()})"
+        return f"{what} {mine}. Install the same checkout on both."
     return None
 
 

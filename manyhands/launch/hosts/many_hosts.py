@@ -63,10 +63,12 @@ class ManyHosts:
             alive()
             if time.monotonic() > deadline:
                 names = ", ".join(h.guest.here.name for h in others.values()) or "none"
+                refused = [f"Host {n} was turned away: {p}" for n, p in self.hosts.refused.items()]
+                where = f"{listening.shown}:{self.hosts.server.port}"
+                look = f"Look at the others: can they reach this host at {where}?"
                 raise RequestError(
                     f"{len(others)} of {count} hosts have joined within {patience_s:.0f} s "
-                    f"({names}). Look at the others: can they reach this host at "
-                    f"{listening.shown}:{self.hosts.server.port}?"
+                    f"({names}). {' '.join(refused) or look}"
                 )
             self.selector.select(0.1)
 
@@ -94,7 +96,8 @@ class ManyHosts:
         for happening in self.hosts.server.happened():
             match happening:
                 case HostCame(guest=guest):
-                    found.append(self.hosts.came(guest))
+                    if (news := self.hosts.came(guest)) is not None:
+                        found.append(news)
                 case HostReady():
                     pass
                 case HostGone(key=key, because=because):

@@ -76,6 +76,9 @@ def open_hosts(where: Where) -> ManyHosts:
 
         def alive() -> None:
             for starter in starters:
+                name = bare_name(starter.host)
+                if (problem := launcher.hosts.refused.get(name)) is not None:
+                    raise RequestError(f"host {name} was turned away: {problem}")
                 starter.check()
 
         launcher.wait_for(len(others), JOIN_S, alive)

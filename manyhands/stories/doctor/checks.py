@@ -131,7 +131,7 @@ def _loopback(where: str, seconds: float) -> Check:
 def version_checks(where: str, mine: HostFacts, theirs: HostFacts) -> list[Check]:
     """A host that has other versions than the driver's."""
     if (problem := differs(theirs.manyhands, theirs.torch, theirs.python)) is not None:
-        return [Check("wrong", where, f"{problem}. Install the same there.")]
+        return [Check("wrong", where, problem)]
     if mine.python != theirs.python or mine.torch != theirs.torch:
         text = f"Python {theirs.python}, torch {theirs.torch}; the driver has {mine.python} and"
         return [Check("warning", where, f"{text} {mine.torch}: results may differ in last bits")]

@@ -279,9 +279,10 @@ class _Examination:
             self.names[key] = f"{name} ({here.address})" if taken else name
             room = f"room for {here.slots} worker{'s' * (here.slots != 1)}"
             self.note(Check("ok", self.names[key], f"has joined from {here.address}, with {room}"))
-            if (problem := differs(here.version, here.torch, here.python)) is not None:
+            problem = differs(here.version, here.torch, here.python, here.messages)
+            if problem is not None:
                 del self.rounds.guests[key]
-                self.note(Check("wrong", self.names[key], f"{problem}. Install the same there."))
+                self.note(Check("wrong", self.names[key], problem))
         looks = {
             key: questions.Look(guest.here.address, str(self.marker))
             for key, guest in guests.items()

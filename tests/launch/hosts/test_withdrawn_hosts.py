@@ -1,6 +1,7 @@
 """Hosts that were dropped by hand: they go at once, and do not come back, also after a resume."""
 
 import os
+import platform
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ from manyhands.launch.engines.launcher import Launcher
 from manyhands.launch.hosts.join_protocol import Here, TurnedAway, decode_to_host, encode
 from manyhands.launch.hosts.join_server import TokenHolders
 from manyhands.launch.hosts.joined_hosts import JoinedHosts, Listening
+from manyhands.launch.hosts.message_digest import message_digest
 from manyhands.launch.hosts.withdrawn_hosts import WithdrawnHosts, read_withdrawn
 from manyhands.stories import live, status
 from manyhands.testing.namespaces import Host, Network
@@ -36,7 +38,9 @@ def caller(port: int, token: JoinToken, name: str) -> Generator["zmq.Socket[byte
     socket.curve_serverkey = token.driver
     socket.curve_publickey, socket.curve_secretkey = token.pair
     socket.connect(f"tcp://127.0.0.1:{port}")
-    socket.send(encode(Here(name, 1, 1 << 30, "127.0.0.1", VERSION, torch_version(), "3.11")))
+    python = platform.python_version()
+    here = Here(name, 1, 1 << 30, "127.0.0.1", VERSION, torch_version(), python, message_digest())
+    socket.send(encode(here))
     try:
         yield socket
     finally:
