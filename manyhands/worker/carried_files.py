@@ -7,17 +7,16 @@ Everything goes over the authenticated channel, a piece at a time, and is served
 
 import hashlib
 import shutil
+import time
 from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
 
 from manyhands.checkpoint.commit import Buffer, FileRecord, FolderStorage, StepManifest
+from manyhands.launch.wire.bulk_window import BulkWindow
 from manyhands.launch.wire.control_channel import WorkerChannel
 from manyhands.values.messages import FILE_PIECE_BYTES, Answer, ReadFile, StoreFile
 from manyhands.values.run_folder import RunDir
-
-WINDOW = 16
-"""Pieces that are on their way at a time."""
 
 
 class CarriedStorage:
@@ -28,11 +27,13 @@ class CarriedStorage:
 
     def put(self, step: int, attempt: int, name: str, chunks: Iterable[Buffer]) -> FileRecord:
         digest, offset = hashlib.sha256(), 0
-        waiting: deque[int] = deque()
+        waiting, window = deque[int](), BulkWindow()
 
         def send(data: bytes, last: bool) -> None:
-            while len(waiting) >= WINDOW or (last and waiting):
+            while not window.open or (last and waiting):
                 _check(self.line.answer(waiting.popleft()))
+                window.came(time.monotonic())
+            window.asked(time.monotonic())
             number = self.line.ask(
                 StoreFile(
                     worker=self.line.heartbeat.worker,

@@ -32,7 +32,6 @@ from manyhands.launch.hosts.join_protocol import (
     IDLE_S,
     PIECE_BYTES,
     PING_S,
-    WINDOW,
     Blank,
     Bye,
     Echo,
@@ -55,6 +54,7 @@ from manyhands.launch.hosts.join_protocol import (
 from manyhands.launch.hosts.message_digest import message_digest
 from manyhands.launch.hosts.probe_process import Probe
 from manyhands.launch.shipping.ship_files import Unpacking
+from manyhands.launch.wire.bulk_window import BulkWindow
 from manyhands.values.bounded_types import NotUnderstood
 from manyhands.values.errors import RequestError
 from manyhands.values.guarded_router import bracketed
@@ -171,6 +171,7 @@ class _Visit:
         """The driver has spoken to us."""
         self.load: Load | None = None
         self.asked_for = self.arrived = 0
+        self.window = BulkWindow()
         self.settled = False
         self.going_since = 0.0
         self.scratch: Scratch | None = None
@@ -271,8 +272,10 @@ class _Visit:
         newest: Ping | None = None
         with suppress(zmq.Again):
             while True:
+                data = self.socket.recv(flags=zmq.NOBLOCK)
+                self.heard = time.monotonic()
                 try:
-                    message = decode_to_host(self.socket.recv(flags=zmq.NOBLOCK))
+                    message = decode_to_host(data)
                 except NotUnderstood:
                     continue
                 if isinstance(message, Ping):
@@ -281,7 +284,6 @@ class _Visit:
                 if (code := self._obey(message)) is not None:
                     return code
         if newest is not None:
-            self.heard = time.monotonic()
             if not self.welcome:
                 self.welcome = True
                 self.say(f"joined the run at {self.offer.host}:{self.offer.port}")
@@ -324,6 +326,7 @@ class _Visit:
     def _begin(self, load: Load) -> None:
         self.load, self.lease_s = load, load.lease_s
         self.asked_for = self.arrived = 0
+        self.window = BulkWindow()
         self.settled = False
         if not Path(load.run, load.marker).exists() and self.scratch is None:
             self.scratch = Scratch("run")
@@ -331,8 +334,9 @@ class _Visit:
 
     def _ask_on(self) -> None:
         assert self.load is not None
-        while self.asked_for < min(self.load.end, self.arrived + WINDOW * PIECE_BYTES):
+        while self.window.open and self.asked_for < self.load.end:
             self._tell(Want(self.asked_for))
+            self.window.asked(time.monotonic())
             self.asked_for += PIECE_BYTES
         if self.arrived < self.load.end:
             return
@@ -371,6 +375,7 @@ class _Visit:
         data = data[: self.load.end - offset]
         os.pwrite(self.hands.fds[0], data, offset)
         self.arrived += len(data)
+        self.window.came(time.monotonic())
         self._ask_on()
 
     def _inquire(self, line: bytes) -> None:

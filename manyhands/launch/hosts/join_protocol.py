@@ -5,11 +5,13 @@ A host daemon says Here and is told to Load the task; it asks for its bytes piec
 Piece) and says that it is Settled. From then on it starts and kills workers as told, and passes on
 how they ended. A Ping goes to every daemon a few times a second, and its Echo comes back:
 
-- the driver gives up a host whose newest echo is of a ping sent longer than `lease_s` ago;
-- a host daemon that has had no ping for `lease_s` kills its workers and forgets their memory, and
-  then tries to join anew.
+- the driver gives up a host of which it has heard nothing for `lease_s`, no echo and nothing else;
+- a host daemon that has heard nothing of the driver for as long kills its workers and forgets their
+  memory, and then tries to join anew.
 
-So a link that is cut, both ways or one way, is noticed on both of its sides within a lease.
+So a link that is cut, both ways or one way, is noticed on both of its sides, within a lease on the
+side that hears nothing, and at the latest a lease after that on the other. Whatever is heard is a
+sign of life: where a link is slow, echoes stand behind what else there is to say.
 """
 
 from typing import Annotated
@@ -22,9 +24,9 @@ from manyhands.values.bounded_types import Name, Natural, PathText, Seconds, Sma
 PING_S = 0.25
 IDLE_S = 10.0
 """The lease as long as there is no run."""
-PIECE_BYTES = 1 << 20
-WINDOW = 8
-"""Pieces that a host daemon has asked for and not received yet."""
+PIECE_BYTES = 64 << 10
+"""Of the task; how many are on their way at a time is for the host daemon to say (BulkWindow). A
+link must carry one within a lease: 32 KB/s for the usual 2 s."""
 
 
 class Here(msgspec.Struct, frozen=True, tag=True):

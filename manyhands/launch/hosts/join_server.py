@@ -10,7 +10,6 @@ import os
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -62,11 +61,8 @@ class JoinedHost:
     key: str
     here: Here
     settled: Settled | None = None
-    pings: deque[tuple[int, float]] = field(default_factory=deque[tuple[int, float]])
-    """Sent and not echoed yet."""
     heard: float = 0.0
-    """When the newest ping that it has echoed was sent."""
-    round_trip_s: float = 0.0
+    """When it last said anything."""
     token: bytes = b""
     """The public key of the token by which it came."""
     since: float = field(default_factory=time.time)
@@ -254,11 +250,10 @@ class JoinServer:
             elif not isinstance(message, Bye):
                 self._send(key, HostDropped("this run does not know you"))
             return
+        guest.heard = time.monotonic()
         match message:
-            case Echo(number=number):
-                while guest.pings and guest.pings[0][0] <= number:
-                    _, guest.heard = guest.pings.popleft()
-                    guest.round_trip_s = time.monotonic() - guest.heard
+            case Echo():
+                pass
             case Want(offset=offset) if self._load is not None:
                 size = min(PIECE_BYTES, max(0, self._load.end - offset))
                 self._send(key, FilePiece(offset, os.pread(self._task_fd, size, offset)))
@@ -310,7 +305,6 @@ class JoinServer:
                 silent = f"host {guest.here.name} has not answered for {now - guest.heard:.1f} s"
                 self._give_up(key, silent, HostDropped(silent))
                 continue
-            guest.pings.append((self._number, now))
             self._send(key, Ping(self._number))
 
     def _give_up(self, key: str, because: str, told: HostDropped | TurnedAway) -> None:
