@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`manyhands worker`: lending this host to a run elsewhere, until it is over."""
 
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -33,6 +34,8 @@ def join(
         raise RequestError(f"this token was made for host {token.name}, not for --name {name}.")
     if slots is not None and slots < 1:
         raise RequestError(f"--slots must be at least 1, got {slots}.")
+    if address:
+        _refuse_foreign(address)
     mine = machine()
     offer = Offer(
         host=host,
@@ -45,6 +48,18 @@ def join(
         tied=tied,
     )
     return serve(offer, say)
+
+
+def _refuse_foreign(address: str) -> None:
+    """Workers here are going to listen there."""
+    try:
+        family, _, _, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        socket.create_server(place, family=family).close()
+    except OSError as error:
+        raise RequestError(
+            f"--address {address} is none of this host's: {error}. Name one by which others reach "
+            "it, or leave it out."
+        ) from error
 
 
 def _host_and_port(text: str) -> tuple[str, int]:

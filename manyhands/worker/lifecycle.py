@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 import traceback
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -81,14 +81,16 @@ class TrainingWorker:
         self.heartbeat = Heartbeat(orders.worker, log_every=orders.log_every, mark=mark)
         assert orders.keys is not None
         self.channel = WorkerChannel(orders.keys, self.heartbeat)
-        self.listener = PeerListener(orders.address)
-        self.refusals = WatchedListener(self.listener, self.tell)
+        self.held = ExitStack()
         self.world = World(0, 1)
         self.parts: WorkerParts | None = None
         self.struck: set[Fault] = set()
 
     def work(self) -> None:
+        """Whatever can fail is done here, where the supervisor hears of it."""
         train = self.orders.config.train
+        self.listener = self.held.enter_context(closing(PeerListener(self.orders.address)))
+        self.refusals = WatchedListener(self.listener, self.tell)
         if train.portable:
             fix_kernels()
         torch.set_num_threads(train.threads)
@@ -334,6 +336,6 @@ class TrainingWorker:
 
     def close(self) -> None:
         self.channel.close()
-        self.listener.close()
+        self.held.close()
         if self.parts is not None and self.parts.sharing is not None:
             self.parts.sharing.close()

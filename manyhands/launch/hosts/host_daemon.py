@@ -33,6 +33,7 @@ from manyhands.launch.hosts.join_protocol import (
     PIECE_BYTES,
     PING_S,
     Blank,
+    Blanked,
     Bye,
     Echo,
     FilePiece,
@@ -311,6 +312,7 @@ class _Visit:
                 self.load, self.lease_s = None, IDLE_S
                 self._forget_files()
                 self.logs.clear()
+                self._tell(Blanked())
             case HostDropped(because=because, wait_s=wait_s):
                 raise _Lost(printable(because), wait_s)
             case TurnedAway(because=because):

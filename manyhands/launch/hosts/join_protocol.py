@@ -108,6 +108,10 @@ class Blank(msgspec.Struct, frozen=True, tag=True):
     """The run is over: forget everything about it."""
 
 
+class Blanked(msgspec.Struct, frozen=True, tag=True):
+    """It is forgotten, and its workers are dead."""
+
+
 class HostDropped(msgspec.Struct, frozen=True, tag=True):
     """You were given up; come back as somebody new, after a while."""
 
@@ -132,7 +136,17 @@ class Bye(msgspec.Struct, frozen=True, tag=True):
 
 
 FromHost = (
-    Here | Want | Settled | Echo | WorkerStarted | WorkerExit | Logged | ProbeAnswer | Going | Bye
+    Here
+    | Want
+    | Settled
+    | Echo
+    | WorkerStarted
+    | WorkerExit
+    | Logged
+    | ProbeAnswer
+    | Blanked
+    | Going
+    | Bye
 )
 ToHost = (
     Load

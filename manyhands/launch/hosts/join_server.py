@@ -22,6 +22,8 @@ from manyhands.launch.hosts.join_protocol import (
     IDLE_S,
     PIECE_BYTES,
     PING_S,
+    Blank,
+    Blanked,
     Bye,
     Echo,
     FilePiece,
@@ -50,6 +52,8 @@ MOST_BYTES = 256 << 10
 """Hosts say nothing longer."""
 ODD_REST_S = 60.0
 """How long a host stays away that said what no host says."""
+BLANK_S = 6.0
+"""How long hosts may take to end the workers of a run that is over."""
 MOST_UNSENT = 256
 """Messages that are kept for a host that does not read them."""
 
@@ -137,6 +141,10 @@ class JoinServer:
         self._errands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
         self._number = 0
+        self._working: set[str] = set()
+        """Hosts that may still have workers of a run that is over ..."""
+        self._blank = threading.Event()
+        """... until this is set."""
         self._thread = threading.Thread(target=self._run, name="join server", daemon=True)
         self._thread.start()
 
@@ -154,12 +162,28 @@ class JoinServer:
         self._do(tell)
 
     def unload(self) -> None:
+        """The run is over: all forget it, and their workers are dead on return. A host that does
+        not answer kills them itself, when it has not heard of us for a lease."""
+        blank = threading.Event()
+
         def forget() -> None:
+            self._blank = blank
+            self._working = set(self.guests if self._load is not None else ())
             self._load = None
             for guest in self.guests.values():
                 guest.settled = None
+                guest.heard = time.monotonic()  # it has its hands full now
+                self._send(guest.key, Blank())
+            self._rests("")
 
         self._do(forget)
+        blank.wait(BLANK_S)
+
+    def _rests(self, key: str) -> None:
+        """No worker of the run that is over is there any more."""
+        self._working.discard(key)
+        if not self._working:
+            self._blank.set()
 
     def send(self, key: str, message: ToHost) -> None:
         self._do(lambda: self._send(key, message))
@@ -262,10 +286,13 @@ class JoinServer:
                 self._tell(HostReady(guest))
             case WorkerStarted() | WorkerExit() | Logged() | ProbeAnswer():
                 self._tell(HostSaid(key, message))
+            case Blanked():
+                self._rests(key)
             case Going():
                 guest.settled = None
             case Bye(because=because):
                 del self.guests[key]
+                self._rests(key)
                 self._tell(HostGone(key, printable(because)))
             case _:
                 self._blame(key, f"{type(message).__name__}, now")
@@ -309,6 +336,7 @@ class JoinServer:
 
     def _give_up(self, key: str, because: str, told: HostDropped | TurnedAway) -> None:
         if self.guests.pop(key, None) is not None:
+            self._rests(key)
             self._send(key, told)
             self._tell(HostGone(key, because))
 

@@ -17,7 +17,7 @@ from typing import Protocol
 import zmq
 
 from manyhands.launch.engines.launcher import HostNews, HostsNow, WorkerPlace, drivers_own
-from manyhands.launch.hosts.join_protocol import Blank, Load
+from manyhands.launch.hosts.join_protocol import Load
 from manyhands.launch.hosts.join_server import JoinedHost, JoinServer
 from manyhands.launch.hosts.message_digest import message_digest
 from manyhands.launch.hosts.withdrawn_hosts import WithdrawnHosts
@@ -211,7 +211,9 @@ class JoinedHosts:
     def place(self, taken: Counter[str], fds: tuple[int, int]) -> WorkerPlace:
         """On the host with the largest part of its slots free; this one among equals. `taken` are
         the workers of each host, `fds` the memory of this one."""
-        slots = {key: h.guest.here.slots for key, h in self.others.items() if h.guest.settled}
+        # Once for each: the server's thread takes it back when a host is told to go.
+        settled = {key: host.guest.settled for key, host in self.others.items()}
+        slots = {key: self.others[key].guest.here.slots for key, there in settled.items() if there}
         if self.here_slots or not slots:
             slots = {"": self.here_slots, **slots}
         # One that is leaving may still have its slot: then some host has one too many for a while.
@@ -219,15 +221,15 @@ class JoinedHosts:
         shown = self.listening.shown
         if key == "":
             return WorkerPlace(at="", fds=fds, address=shown, driver=shown)
-        guest = self.others[key].guest
-        assert guest.settled is not None
+        guest, there = self.others[key].guest, settled[key]
+        assert there is not None
         return WorkerPlace(
             at=key,
-            fds=guest.settled.fds,
+            fds=there.fds,
             address=guest.here.address,
             driver=shown,
-            run=guest.settled.run,
-            shares=guest.settled.shares,
+            run=there.run,
+            shares=there.shares,
             name=guest.here.name,
         )
 
@@ -238,8 +240,7 @@ class JoinedHosts:
         self.server.unload()
         self.server.holders.withdrawn = WithdrawnHosts()
         self.reserve(0, 0)
-        for key, host in self.others.items():
-            self.server.send(key, Blank())
+        for host in self.others.values():
             host.workers.clear()
         if self._marker is not None:
             self._marker.unlink(missing_ok=True)

@@ -2,6 +2,7 @@
 
 from collections.abc import Generator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import zmq
@@ -9,9 +10,10 @@ from zmq.auth import CURVE_ALLOW_ANY
 from zmq.auth.thread import ThreadAuthenticator
 
 from manyhands.launch.hosts.host_daemon import Offer, serve
+from manyhands.stories.join import join
 from manyhands.values.credentials import Credentials
 from manyhands.values.errors import RequestError
-from manyhands.values.join_token import DriverKey, JoinToken
+from manyhands.values.join_token import DriverKey, JoinToken, write_token
 
 
 @contextmanager
@@ -63,3 +65,18 @@ def test_the_driver_itself_is_spoken_to() -> None:
         offer = Offer("127.0.0.1", port, key.token(), slots=1, name="b", patience_s=0.5)
         assert serve(offer, lambda text: None) == 1, "it is not answered"
         assert router.poll(0), "it was told that a host is here"
+
+
+def test_an_address_that_is_none_of_this_host(tmp_path: Path) -> None:
+    write_token(tmp_path / "token", DriverKey().token())
+    with pytest.raises(RequestError, match=r"--address 192\.0\.2\.1 is none of this host's"):
+        join(
+            "127.0.0.1:7077",
+            tmp_path / "token",
+            slots=1,
+            name="b",
+            address="192.0.2.1",
+            patience_s=1,
+            tied=False,
+            say=print,
+        )
