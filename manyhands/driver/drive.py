@@ -191,6 +191,7 @@ def _supervise(
             room=room_for(job, launcher, made),
             want=wanting(launcher),
             withdraw=launcher.hosts.withdraw,
+            revoke=channel.workers.revoke,
             speed=speed,
         )
         supervisor = Supervisor(
@@ -247,7 +248,7 @@ def _orders_at(
         orders,
         worker=worker,
         order=order,
-        keys=channel.keys_for(place.driver),
+        keys=channel.keys_for(worker, place.driver),
         run=place.run or orders.run,
         task_fd=place.fds[0],
         state_fd=place.fds[1],

@@ -259,6 +259,7 @@ class Supervisor:
             self.now.held -= {worker.at}
         self.liveness.ended(sign.worker)
         self.channel.assembly.forget(sign.worker)
+        self.channel.workers.ended(sign.worker)
         if worker.phase == "left":
             return
         if worker.phase == "starting" and not sign.lost:

@@ -106,6 +106,7 @@ class Playing:
             room=None,
             want=lambda workers: None,
             withdraw=lambda name: "",
+            revoke=self.channel.workers.revoke,
         )
         self.supervisor = Supervisor(
             self.launcher,

@@ -21,7 +21,7 @@ def test_an_address_that_is_none_of_its_hosts(
     with closing(SupervisorChannel()) as channel:
         orders = Orders(
             worker=0,
-            keys=channel.keys,
+            keys=channel.keys_for(0, "127.0.0.1"),
             run=str(tmp_path),
             config=RunConfig(train=TrainConfig(batch=8)),
             collective="sockets",

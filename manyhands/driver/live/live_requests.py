@@ -40,14 +40,17 @@ class LiveRequests:
         room: Callable[[], int] | None,
         want: Callable[[int], None],
         withdraw: Callable[[str], str],
+        revoke: Callable[[int], None],
         speed: SpeedControl | None = None,
     ) -> None:
         """`objection` says why settings cannot be changed, if so. `room()` says how many workers
         the machine has room for, if that may change. `want` tells the launcher how many somebody
-        wants; `speed` chooses them for a wished speed. `withdraw` drops a host for good."""
+        wants; `speed` chooses them for a wished speed. `withdraw` drops a host for good,
+        `revoke` takes a worker's key away."""
         self.now, self.tell, self.control, self.room = situation, tell, control, room
         self.objection = objection
         self.want, self.withdraw, self.speed = want, withdraw, speed
+        self.revoke = revoke
         self.stop_asked: Callable[[], bool] = lambda: False
         """Whether a signal asked the driver to stop."""
         self._waiting: list[tuple[Callable[[str], None], IsDone]] = []
@@ -108,6 +111,8 @@ class LiveRequests:
     def _dismiss(self, host: str) -> IsDone:
         there = [w for w in self.now.workers.values() if w.at and w.at_name == host]
         told = self.withdraw(host)
+        for worker in there:
+            self.revoke(worker.number)
         self.now.secret = new_secret()
         self.tell(events.Hosted(host=host, what="is dropped by hand, for good"))
         return lambda: told if not any(worker.alive for worker in there) else None

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The control channel: authenticated, encrypted (CURVE) messages between supervisor and workers.
 
-The supervisor makes two key pairs per run. Workers receive theirs, and the supervisor's public
-key, from the process that starts them, never on a command line. A connection with any other key is
-refused before a message of it is read, and what it could make us hold is bounded
-(guarded_router.py). It listens on loopback unless told otherwise.
+The supervisor makes a key pair per run for itself, and one for each worker, which receives it with
+the supervisor's public key from the process that starts it, never on a command line. A worker is
+known by its key: nobody speaks in the name of another, and who has ended, or is on a host that was
+dropped, cannot speak at all. A connection with any other key is refused before a message of it is
+read, and what it could make us hold is bounded (guarded_router.py). It listens on loopback unless
+told otherwise.
 
 In a worker one thread owns the socket: it sends heartbeats, and what arrives is put where the
 training thread looks for it.
@@ -13,7 +15,6 @@ training thread looks for it.
 import itertools
 import os
 import queue
-import re
 import threading
 import time
 from contextlib import suppress
@@ -58,44 +59,75 @@ class Nonsense(NamedTuple):
     why: str
 
 
+class WorkersByKey:
+    """Who speaks, by its public key; that is also what its connection is called. Asked by the
+    authenticator's thread too."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[bytes, int] = {}
+        self._names: dict[int, bytes] = {}
+        self._ended: set[bytes] = set()
+
+    def add(self, worker: int, public: bytes) -> None:
+        self._numbers[public], self._names[worker] = worker, public
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return key in self._numbers and key not in self._ended
+
+    def number(self, public: bytes) -> int | None:
+        return self._numbers.get(public)
+
+    def name(self, worker: int) -> bytes:
+        return self._names.get(worker, b"")
+
+    def ended(self, worker: int) -> None:
+        """It does not connect any more; what it has said may still be read."""
+        self._ended.add(self.name(worker))
+
+    def revoke(self, worker: int) -> None:
+        """Nothing that is said with its key is heard any more."""
+        self._numbers.pop(self.name(worker), None)
+
+
 class SupervisorChannel:
     """The supervisor's end."""
 
     def __init__(self, address: str = "127.0.0.1") -> None:
-        public, secret = zmq.curve_keypair()
-        worker_public, worker_secret = zmq.curve_keypair()
-        self.router = GuardedRouter(public, secret, worker_public, most_bytes=MOST_MESSAGE_BYTES)
+        self.public, secret = zmq.curve_keypair()
+        self.workers = WorkersByKey()
+        self.router = GuardedRouter(
+            self.public, secret, self.workers, most_bytes=MOST_MESSAGE_BYTES
+        )
         self.socket, self.refusals = self.router.socket, self.router.refusals
         self.socket.sndhwm = MOST_UNSENT
         self.assembly = Assembly()
-        port = self.router.bind([address])
-        where = f"tcp://{bracketed(address)}:{port}"
-        self.keys = Keys(where, public, worker_public, worker_secret)
+        self.port = self.router.bind([address])
 
-    def keys_for(self, host: str) -> Keys:
-        """For a worker that reaches this host under that name."""
-        port = self.keys.address.rpartition(":")[2]
-        return msgspec.structs.replace(self.keys, address=f"tcp://{bracketed(host)}:{port}")
+    def keys_for(self, worker: int, host: str) -> Keys:
+        """New ones, for a worker that reaches this host under that name."""
+        public, secret = zmq.curve_keypair()
+        self.workers.add(worker, public)
+        return Keys(f"tcp://{bracketed(host)}:{self.port}", self.public, public, secret)
 
     def send(self, worker: int, message: FromSupervisor) -> None:
-        self.router.send(_identity(worker), encode(message))
+        self.router.send(self.workers.name(worker), encode(message))
 
     def receive(self) -> list[FromWorker | Nonsense]:
         """What has arrived; never blocks. What makes no sense, or is in the name of another, is
-        told of with the worker whose connection it came by; if it is nobody's, it is counted."""
+        told of with the worker whose key it came with; if it is nobody's, it is counted."""
         messages: list[FromWorker | Nonsense] = []
         while (received := self.router.receive()) is not None:
-            identity, data = received
+            _, data = received
+            if (number := self.workers.number(self.router.key)) is None:
+                self.router.refuse()
+                continue
             try:
                 message = decode_from_worker(data)
-                if identity != _identity(message.worker):
+                if number != message.worker:
                     raise msgspec.ValidationError("it is in another's name")
                 whole = self.assembly.add(message)
             except NotUnderstood as error:
-                if (number := _number(identity)) is None:
-                    self.router.refuse()
-                else:
-                    messages.append(Nonsense(number, printable(str(error), 200)))
+                messages.append(Nonsense(number, printable(str(error), 200)))
                 continue
             if whole is not None:
                 messages.append(whole)
@@ -112,7 +144,7 @@ class WorkerChannel:
         self.heartbeat, self.waiting = heartbeat, Waiting(heartbeat, self.broken)
         self.context = zmq.Context()
         self.socket: zmq.Socket[bytes] = self.context.socket(zmq.DEALER)
-        self.socket.identity = _identity(heartbeat.worker)
+        self.socket.identity = keys.worker_public  # which nobody else knows
         self.socket.curve_serverkey = keys.supervisor_public
         self.socket.curve_publickey = keys.worker_public
         self.socket.curve_secretkey = keys.worker_secret
@@ -263,12 +295,3 @@ class WorkerChannel:
                         self._broken = max(self._broken, generation)
                         with self.arrived:
                             self.arrived.notify_all()
-
-
-def _identity(worker: int) -> bytes:
-    return f"worker-{worker}".encode()
-
-
-def _number(identity: bytes) -> int | None:
-    found = re.fullmatch(rb"worker-([0-9]{1,9})", identity)
-    return int(found[1]) if found else None

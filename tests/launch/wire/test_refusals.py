@@ -151,10 +151,10 @@ def nonsense_at_the_gate(port: int, token: JoinToken, lots: random.Random) -> No
 
 
 def nonsense_at_the_switchboard(keys: Keys, heard: list[FromWorker], lots: random.Random) -> None:
-    """From somebody who has the workers' key: nobody's messages, old ones, others' again."""
+    """From somebody who has a worker's key: nobody's messages, old ones, others' again."""
     port = int(keys.address.rpartition(":")[2])
     mine = keys.supervisor_public, keys.worker_public, keys.worker_secret
-    with dealer(port, *mine, name=b"worker-77") as insider:
+    with dealer(port, *mine, name=keys.worker_public) as insider:
         for _ in range(100):
             insider.send(lots.randbytes(lots.randrange(200)))
         for number in (77, -1, 1 << 40):
@@ -188,7 +188,7 @@ def test_noise_at_every_port_changes_nothing(
         stack.callback(driving.finish)
         driving.start()
         until(lambda: any(len(e["members"]) == 3 for e in driving.events("Viewed")))
-        keys: Keys = captured["switchboard"].keys
+        keys: Keys = captured["switchboard"].keys_for(77, "127.0.0.1")
         peer_addresses = [w.peer_address for w in captured["supervisor"].now.workers.values()]
         ports = [int(a.rpartition(":")[2]) for a in (keys.address, *peer_addresses)]
         noise = [
