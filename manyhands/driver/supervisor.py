@@ -59,7 +59,6 @@ from manyhands.values.messages import (
     View,
     Written,
 )
-from manyhands.values.printable_text import printable
 from manyhands.values.verdict import Cause
 from manyhands.values.work_in_hand import WorkInHand
 from manyhands.values.worker_status import WorkerStatus
@@ -250,7 +249,7 @@ class Supervisor:
         if isinstance(sign, WorkerStarted):
             worker.pid = sign.pid
             if sign.note:
-                self.books.event(events.Warned(text=f"{worker.host_name}: {printable(sign.note)}"))
+                self.books.event(events.Warned(text=f"{worker.host_name}: {sign.note}"))
             return
         worker.exit = sign
         if sign.work is not None and odd_work(self.now, sign.work, steps=self._steps) is None:
@@ -345,18 +344,15 @@ class Supervisor:
             case StoreFile() | ReadFile():
                 self.channel.send(worker.number, self.files.serve(message))
             case Trouble():
-                shown = msgspec.structs.replace(
-                    message, text=printable(message.text), trace=printable(message.trace)
-                )
-                worker.trouble = worker.trouble or shown
-                now.troubles.append(shown)
+                worker.trouble = worker.trouble or message
+                now.troubles.append(message)
             case Testimony():
                 if (answer := self.audit.hear(message)) is not None:
                     self._tell_members(answer)
             case Notice(text=text):
-                self.books.event(events.Warned(text=printable(text)))
+                self.books.event(events.Warned(text=text))
             case Passed(step=step, why=why):
-                self.books.skipped(step, printable(why))
+                self.books.skipped(step, why)
             case Left():
                 worker.left = message
                 now.step = max(now.step, message.step)
@@ -407,7 +403,7 @@ class Supervisor:
         now = self.now
         if self.liveness.beat(beat) and worker.phase == "starting":
             self.liveness.enter(worker, "starting")  # it fetches data: that may take its time
-        worker.step, worker.where = beat.step, printable(beat.where)
+        worker.step, worker.where = beat.step, beat.where
         if worker.exit is None:  # else it has left word of what it was at
             worker.work, worker.first = beat.work, beat.first
         worker.micro_batch_s = beat.micro_batch_s or worker.micro_batch_s

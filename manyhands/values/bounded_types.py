@@ -19,7 +19,9 @@ Name = Annotated[str, Meta(max_length=4096, pattern=rf"^[^{NOT_SHOWN}\t\n]*\Z")]
 PathText = Annotated[str, Meta(max_length=4096)]
 """Of a folder or file of the user's, whatever it is called."""
 Words = Annotated[str, Meta(max_length=1 << 17)]
-"""For people; `printable` before they are shown."""
+"""For people; made printable where they are decoded (printable_messages.py)."""
+ProcessOutput = Annotated[str, Meta(max_length=1 << 15)]
+"""What a process wrote, as it is; made printable where something of it is shown."""
 
 NotUnderstood = (msgspec.MsgspecError, UnicodeError, RecursionError)
 """What decoders raise, whatever they are given."""

@@ -18,6 +18,7 @@ from msgspec import Meta
 from manyhands.values.bounded_types import Name, Natural, PathText, Rate, Seconds, Small, Words
 from manyhands.values.hidden_secrets import discreet
 from manyhands.values.kernels import Kernels
+from manyhands.values.printable_messages import printable_decoder
 from manyhands.values.work_in_hand import WorkInHand
 from manyhands.values.world import World
 
@@ -192,8 +193,11 @@ class Fragment(Message, frozen=True):
     """A piece of a message that is too long for one; the next follows at once."""
 
     worker: Small
-    data: Annotated[bytes, Meta(max_length=1 << 17)]
-    last: bool
+    at: Natural
+    """How much of it went before."""
+    size: Natural
+    """Of the whole."""
+    data: Annotated[bytes, Meta(min_length=1, max_length=1 << 17)]
 
 
 MOST_MESSAGE_BYTES = 256 << 10
@@ -393,5 +397,5 @@ FromWorker = (
 FromSupervisor = View | Reply | Answer | Halt | SaveNow | Break
 
 encode = msgspec.msgpack.Encoder().encode
-decode_from_worker = msgspec.msgpack.Decoder(FromWorker).decode
+decode_from_worker = printable_decoder(msgspec.msgpack.Decoder(FromWorker).decode)
 decode_from_supervisor = msgspec.msgpack.Decoder(FromSupervisor).decode

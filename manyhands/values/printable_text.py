@@ -22,6 +22,11 @@ def escaped(text: str) -> str:
     return _NOT_SHOWN.sub(lambda odd: odd[0].encode("unicode_escape").decode(), text)
 
 
+def one_line(text: str, most: int = 200) -> str:
+    """For a name that somebody else gave."""
+    return escaped(text[:most]).replace("\n", "\\n").replace("\t", "\\t")
+
+
 def printable(text: str, most: int = MOST_SHOWN) -> str:
     """For somebody else's words among ours: only the first of its lines begins at the margin."""
     if len(text) > most:

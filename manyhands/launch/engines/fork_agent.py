@@ -32,9 +32,10 @@ import msgspec
 
 from manyhands.launch.engines.kernels_that_die import spare_workers
 from manyhands.launch.engines.work_mark import WorkMark
-from manyhands.values.bounded_types import Name, Small, Words
+from manyhands.values.bounded_types import Name, ProcessOutput, Small, Words
 from manyhands.values.hidden_secrets import discreet
 from manyhands.values.machine import oom_kills
+from manyhands.values.printable_messages import printable_decoder
 from manyhands.values.work_in_hand import WorkInHand
 
 _PR_SET_PDEATHSIG = 1
@@ -75,7 +76,7 @@ class WorkerExit(msgspec.Struct, frozen=True, tag=True):
     """What is known of its end that the code does not say."""
     work: WorkInHand | None = None
     """What it was at."""
-    log_tail: Words = ""
+    log_tail: ProcessOutput = ""
     """After a crash, what it wrote last."""
     out_of_memory: bool = False
     """The kernel killed somebody on its host for want of memory, most likely it."""
@@ -92,7 +93,7 @@ FromAgent = WorkerStarted | WorkerExit | AgentUnable
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_agent = msgspec.msgpack.Decoder(ToAgent).decode
-decode_from_agent = msgspec.msgpack.Decoder(FromAgent).decode
+decode_from_agent = printable_decoder(msgspec.msgpack.Decoder(FromAgent).decode)
 
 MAX_MESSAGE = 1 << 20
 

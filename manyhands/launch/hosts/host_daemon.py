@@ -28,6 +28,7 @@ from manyhands.launch.engines.fork_agent import KillWorker, StartWorker, WorkerE
 from manyhands.launch.engines.launcher import WORKER, HostNews, LauncherWarning
 from manyhands.launch.engines.local_processes import Local
 from manyhands.launch.engines.memory_segments import create_segments
+from manyhands.launch.hosts.carried_logs import LogsToSend
 from manyhands.launch.hosts.join_protocol import (
     IDLE_S,
     PIECE_BYTES,
@@ -42,7 +43,7 @@ from manyhands.launch.hosts.join_protocol import (
     Here,
     HostDropped,
     Load,
-    Logged,
+    LogTaken,
     Ping,
     ProbeAnswer,
     ProbeQuestion,
@@ -61,7 +62,6 @@ from manyhands.values.errors import RequestError
 from manyhands.values.guarded_router import bracketed
 from manyhands.values.join_token import JoinToken
 from manyhands.values.machine import machine, torch_version
-from manyhands.values.printable_text import printable
 from manyhands.values.scratch_folder import Scratch, sweep
 from manyhands.values.version import VERSION
 
@@ -69,7 +69,6 @@ _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH
 _HUNG_UP = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 MOST_HANG_UPS = 5
 """In a row: with another token we do not even know whom we speak to, and are hung up on."""
-LOG_BYTES = 1 << 16
 SHORT_STAY_S = 10.0
 LEAST_AWAY_S, MOST_AWAY_S = 0.25, 30.0
 HAND_OVER_S = 8.0
@@ -178,7 +177,7 @@ class _Visit:
         self.scratch: Scratch | None = None
         """What is written here for a run whose folder this host does not see."""
         self.unpacking: Unpacking | None = None
-        self.logs: dict[int, tuple[Path, int]] = {}
+        self.logs = LogsToSend()
         self.poller = zmq.Poller()
         self.probe: Probe | None = None
         self.lease_s = min(IDLE_S, offer.patience_s)
@@ -202,11 +201,10 @@ class _Visit:
             self._pass_on_findings()
             for sign in self.hands.poll():
                 if isinstance(sign, WorkerExit):
-                    self._pass_on_log(sign.worker, last=True)
+                    self._tell(*self.logs.rest(sign.worker))
                 if not isinstance(sign, HostNews | LauncherWarning):
                     self._tell(sign)
-            for worker in list(self.logs):
-                self._pass_on_log(worker)
+            self._tell(*self.logs.more())
             if self.asked() and self._handed_over():
                 self._tell(Bye(f"host {self.offer.name} was told to go"))
                 return 130
@@ -250,9 +248,10 @@ class _Visit:
             messages=message_digest(),
         )
 
-    def _tell(self, message: FromHost) -> None:
+    def _tell(self, *messages: FromHost) -> None:
         with suppress(zmq.ZMQError):
-            self.socket.send(encode(message), flags=zmq.NOBLOCK)
+            for message in messages:
+                self.socket.send(encode(message), flags=zmq.NOBLOCK)
 
     # ---- listening
 
@@ -301,8 +300,10 @@ class _Visit:
                 path = Path(self.load.run if self.load else "", "logs", Path(log).name)
                 if self.scratch is not None:
                     path = self.scratch.path / f"worker-{worker}.log"
-                    self.logs[worker] = path, 0
+                    self.logs.begin(worker, path)
                 self.hands.fork(worker, orders, path)
+            case LogTaken():
+                self.logs.taken()
             case KillWorker(worker=worker):
                 self.hands.kill(worker)
             case ProbeQuestion(line=line):
@@ -314,12 +315,12 @@ class _Visit:
                 self.logs.clear()
                 self._tell(Blanked())
             case HostDropped(because=because, wait_s=wait_s):
-                raise _Lost(printable(because), wait_s)
+                raise _Lost(because, wait_s)
             case TurnedAway(because=because):
                 self.hands.stop()
-                raise RequestError(printable(because))
+                raise RequestError(because)
             case Bye(because=because):
-                self.say(printable(because))
+                self.say(because)
                 return 0
             case _:
                 pass
@@ -396,20 +397,6 @@ class _Visit:
             self.poller.unregister(self.probe.fileno())
             self.probe.close()
             self.probe = None
-
-    def _pass_on_log(self, worker: int, *, last: bool = False) -> None:
-        """To the driver, where there is no folder that both see."""
-        if worker not in self.logs:
-            return
-        path, at = self.logs[worker]
-        with suppress(OSError), path.open("rb") as file:
-            file.seek(at)
-            while data := file.read(LOG_BYTES):
-                self._tell(Logged(worker, data))
-                at += len(data)
-        self.logs[worker] = path, at
-        if last:
-            del self.logs[worker]
 
 
 def address_towards(host: str) -> str:

@@ -20,6 +20,7 @@ import msgspec
 
 from manyhands.launch.engines.fork_agent import KillWorker, StartWorker, WorkerExit, WorkerStarted
 from manyhands.values.bounded_types import Name, Natural, PathText, Seconds, Small, Words
+from manyhands.values.printable_messages import printable_decoder
 
 PING_S = 0.25
 IDLE_S = 10.0
@@ -90,6 +91,10 @@ class Logged(msgspec.Struct, frozen=True, tag=True):
     data: bytes
 
 
+class LogTaken(msgspec.Struct, frozen=True, tag=True):
+    """That was taken: more can come."""
+
+
 class ProbeQuestion(msgspec.Struct, frozen=True, tag=True):
     """A question for a probe of that host, which is started by the first (probe.py)."""
 
@@ -155,6 +160,7 @@ ToHost = (
     | KillWorker
     | Ping
     | ProbeQuestion
+    | LogTaken
     | Blank
     | HostDropped
     | TurnedAway
@@ -162,5 +168,5 @@ ToHost = (
 )
 
 encode = msgspec.msgpack.Encoder().encode
-decode_from_host = msgspec.msgpack.Decoder(FromHost).decode
-decode_to_host = msgspec.msgpack.Decoder(ToHost).decode
+decode_from_host = printable_decoder(msgspec.msgpack.Decoder(FromHost).decode)
+decode_to_host = printable_decoder(msgspec.msgpack.Decoder(ToHost).decode)

@@ -32,6 +32,7 @@ from manyhands.launch.hosts.join_protocol import (
     HostDropped,
     Load,
     Logged,
+    LogTaken,
     Ping,
     ProbeAnswer,
     Settled,
@@ -284,7 +285,10 @@ class JoinServer:
             case Settled():
                 guest.settled = message
                 self._tell(HostReady(guest))
-            case WorkerStarted() | WorkerExit() | Logged() | ProbeAnswer():
+            case Logged():
+                self._send(key, LogTaken())
+                self._tell(HostSaid(key, message))
+            case WorkerStarted() | WorkerExit() | ProbeAnswer():
                 self._tell(HostSaid(key, message))
             case Blanked():
                 self._rests(key)
@@ -293,7 +297,7 @@ class JoinServer:
             case Bye(because=because):
                 del self.guests[key]
                 self._rests(key)
-                self._tell(HostGone(key, printable(because)))
+                self._tell(HostGone(key, because))
             case _:
                 self._blame(key, f"{type(message).__name__}, now")
 

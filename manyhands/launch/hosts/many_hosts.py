@@ -21,11 +21,11 @@ from manyhands.launch.engines.launcher import (
 )
 from manyhands.launch.engines.local_processes import Local
 from manyhands.launch.engines.memory_segments import blank
+from manyhands.launch.hosts.carried_logs import CarriedLogs
 from manyhands.launch.hosts.join_protocol import Logged, ProbeAnswer
 from manyhands.launch.hosts.join_server import HostCame, HostGone, HostReady, HostSaid
 from manyhands.launch.hosts.joined_hosts import JoinedHosts, Listening
 from manyhands.values.errors import RequestError
-from manyhands.values.printable_text import printable
 
 
 class ManyHosts:
@@ -45,7 +45,7 @@ class ManyHosts:
         """worker → host; "" is this one."""
         self.doomed: set[int] = set()
         """Killed, and not seen dead yet: their slots can be given away."""
-        self.log_of: dict[int, Path] = {}
+        self.logs = CarriedLogs()
         self.unborn: list[WorkerExit] = []
         """Workers that could not even be started."""
         self.closed = False
@@ -82,7 +82,7 @@ class ManyHosts:
             self.unborn.append(WorkerExit(worker, 0, -9, lost="no host had room for it"))
         else:
             self.hosts.others[place.at].workers[worker] = 0
-            self.log_of[worker] = log.absolute()
+            self.logs.begin(worker, log.absolute())
             start = StartWorker(worker, mine, str(log.absolute()))
             self.hosts.server.send(place.at, start)
         return place
@@ -126,16 +126,15 @@ class ManyHosts:
             return []
         match message:
             case Logged(worker=worker, data=data):
-                with self.log_of[worker].open("ab") as file:
-                    file.write(data)
-                return []
+                news = self.logs.add(worker, data)
+                return [] if news is None else [LauncherWarning(news)]
             case WorkerStarted(worker=worker, pid=pid):
                 host.workers[worker] = pid
-            case WorkerExit(worker=worker, code=code, why=why):
+            case WorkerExit(worker=worker, code=code):
                 del host.workers[worker]
-                code, why = max(-64, min(code, 255)), printable(why)
+                code = max(-64, min(code, 255))
                 # Which host it was, and whether that is lost, is not for the host to say.
-                return [msgspec.structs.replace(message, code=code, why=why, host="", lost="")]
+                return [msgspec.structs.replace(message, code=code, host="", lost="")]
         return [message]
 
     def fileno(self) -> int:
@@ -157,6 +156,7 @@ class ManyHosts:
             blank(self.fds)
         self.at.clear()
         self.doomed.clear()
+        self.logs.clear()
 
     def close(self) -> None:
         if self.closed:

@@ -11,7 +11,6 @@ from collections import deque
 
 QUEUE_S = 0.25
 LEAST, MOST = 2, 128
-FIRST = 4
 
 
 def next_window(window: int, took_s: float, least_s: float) -> int:
@@ -26,7 +25,7 @@ class BulkWindow:
     """Of pieces that come, or are answered, in the order in which they were asked for."""
 
     def __init__(self) -> None:
-        self.size = FIRST
+        self.size = LEAST
         self._since: deque[float] = deque()
         self._least_s = float("inf")
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
-import msgspec
 import zmq
 
 from manyhands.launch.hosts.join_protocol import ProbeAnswer, ProbeQuestion
@@ -27,6 +26,7 @@ from manyhands.launch.hosts.requested_hosts import parse_hosts, understand
 from manyhands.launch.hosts.ssh import SshHost
 from manyhands.stories.doctor import checks, questions
 from manyhands.stories.doctor.checks import Check, Diagnosis
+from manyhands.values.bounded_types import NotUnderstood
 from manyhands.values.credentials import new_secret
 from manyhands.values.errors import RequestError
 from manyhands.values.run_options import SSH, DoctorRequest
@@ -128,7 +128,7 @@ class Rounds:
     def _hear(self, key: str, line: bytes) -> None:
         try:
             answer = questions.decode_answered(line)
-        except msgspec.MsgspecError as error:
+        except NotUnderstood as error:
             self._fail(key, f"it does not speak our language: {error}")
             return
         if key in self._asked and answer.number == self._number:

@@ -4,6 +4,7 @@
 import msgspec
 
 from manyhands.values.hidden_secrets import discreet
+from manyhands.values.printable_messages import printable_decoder
 
 
 class Look(msgspec.Struct, frozen=True, tag=True):
@@ -100,4 +101,4 @@ class Answered(msgspec.Struct, frozen=True):
 
 encode = msgspec.json.Encoder().encode
 decode_asked = msgspec.json.Decoder(Asked).decode
-decode_answered = msgspec.json.Decoder(Answered).decode
+decode_answered = printable_decoder(msgspec.json.Decoder(Answered).decode)
