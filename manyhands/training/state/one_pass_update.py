@@ -251,7 +251,7 @@ class _Trial:
         state = [[tensor.clone() for tensor in of] for of in self.states[1]]
         done, head = torch.zeros(1, dtype=torch.int64), torch.zeros(HEAD_WORDS, dtype=torch.int64)
         copies = [torch.empty(max(_SIZES)) for _ in range(3)]
-        undo = _Undo(head.data_ptr(), *_addresses(copies, 3), layout.BLOCK)
+        undo = _Undo(head.data_ptr(), *_addresses(copies, 3), max(_SIZES))  # one block each
         for gradients, expected in zip(self.gradients[1:], self.states[2:], strict=True):
             spans = (_Span * len(state))()
             for span, tensors, gradient in zip(spans, state, gradients, strict=True):
