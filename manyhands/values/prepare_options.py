@@ -45,7 +45,8 @@ class Making:
     roles: Pairs = option((), cli=str, many=True, flags=("--role",), metavar="COLUMN=ROLE")
     """feature, label, id, group, time, text, ..."""
     types: Pairs = option((), cli=str, many=True, flags=("--type",), metavar="COLUMN=TYPE")
-    """int, float, string, bool, time, bytes."""
+    """int, float, string, bool, bytes, time; time:dmy, time:mdy or time:%d/%m/%Y: how it is
+    written."""
     encode: Pairs = option((), cli=str, many=True, metavar="COLUMN=HOW")
     """standard, minmax, quantile, log, raw, vocabulary[:MAX], hash:BUCKETS, dates, words[:MAX],
     chars, bytes, image[:HxW[xC]], classes, number, drop."""

@@ -12,6 +12,7 @@ from typing import Literal
 import msgspec
 import pyarrow as pa
 
+from manyhands.data.columns.time_forms import patterns_of
 from manyhands.values.errors import DataError
 
 Role = Literal["feature", "label", "id", "group", "time", "text", "image", "weight", "ignore"]
@@ -80,8 +81,10 @@ _WORDS = {
 
 
 def type_of(name: str) -> pa.DataType:
-    """`int64`, `time`, `list<float32>`, `uint8[784]`, and what people write instead."""
+    """`int64`, `time`, `time:dmy`, `list<float32>`, `uint8[784]`, and what people write instead."""
     name = name.strip()
+    if form_of(name):
+        return _TYPES["time"]
     if name.startswith("list<") and name.endswith(">"):
         return pa.list_(type_of(name[5:-1]))
     inner, bracket, size = name.partition("[")
@@ -89,8 +92,24 @@ def type_of(name: str) -> pa.DataType:
         return pa.list_(type_of(inner), int(size[:-1]))
     name = _WORDS.get(name.lower(), name)
     if name not in _TYPES:
-        raise DataError(f"there is no type '{name}'; use {', '.join(_TYPES)}, list<...> or T[n].")
+        listed = ", ".join(_TYPES)
+        raise DataError(f"there is no type '{name}'; use {listed}, time:dmy, list<...> or T[n].")
     return _TYPES[name]
+
+
+def form_of(name: str) -> str:
+    """How text is read as a time: the `dmy` of `time:dmy`; "" where it is not said."""
+    word, colon, form = name.strip().partition(":")
+    if not colon or _WORDS.get(word.lower(), word) != "time":
+        return ""
+    patterns_of(form)  # refuses what is none
+    return form
+
+
+def settled_name(name: str) -> str:
+    """A type as manifests write it: of what people write for the same type, one."""
+    form = form_of(name)
+    return f"time:{form}" if form else name_of(type_of(name))
 
 
 def name_of(kind: pa.DataType) -> str:

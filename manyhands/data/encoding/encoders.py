@@ -17,9 +17,9 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from manyhands.data.columns.array_types import Flags
-from manyhands.data.columns.arrays import is_list, nulls, whole
+from manyhands.data.columns.arrays import compute, is_list, is_text, nulls, whole
 from manyhands.data.columns.hashing import hash_values
-from manyhands.data.columns.schema import ID, Column, Schema, type_of
+from manyhands.data.columns.schema import ID, Column, Schema, form_of, type_of
 from manyhands.data.encoding.column_facts import plain_numbers
 from manyhands.data.encoding.cyclical_dates import circles
 from manyhands.data.encoding.decode_images import decode_all
@@ -42,6 +42,7 @@ from manyhands.data.encoding.pack_columns import pack
 from manyhands.data.encoding.scale_numbers import raw, scaled, stacked
 from manyhands.data.encoding.tokenize_text import byte_tokens, chars, shortened, token_lists, words
 from manyhands.data.encoding.vocabulary import KNOWN, MISSING, UNKNOWN, indices_of, places_of
+from manyhands.data.sources.values.dates_in_text import all_times
 from manyhands.values.errors import DataError
 
 
@@ -73,7 +74,7 @@ def attempt(fitted: Mapping[str, Fitted], table: pa.Table) -> tuple[pa.Table, di
             continue
         if name not in places:
             raise DataError(f"column '{name}' is missing; there are {', '.join(places)}.")
-        found = _encode(fit, _typed(name, whole(table.column(places[name])), type_of(fit.type)))
+        found = _encode(fit, _cast(name, whole(table.column(places[name])), fit.type, safe=False))
         columns[name] = found.values
         if fit.missing == "flag":
             columns[f"{name}_missing"] = pa.array(found.missing.astype(np.float32))
@@ -89,13 +90,27 @@ def attempt(fitted: Mapping[str, Fitted], table: pa.Table) -> tuple[pa.Table, di
     return encoded, dict(sorted(refused.items()))
 
 
-def _typed(name: str, values: pa.Array, kind: pa.DataType) -> pa.Array:
+def _cast(name: str, values: pa.Array, type_name: str, *, safe: bool) -> pa.Array:
+    kind = type_of(type_name)
     if values.type == kind:
         return values
+    if pa.types.is_timestamp(kind) and is_text(values.type):
+        return _times(name, values, type_name)
     try:
-        return values.cast(kind, safe=False)
+        return values.cast(kind, safe=safe)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
         raise DataError(f"column '{name}' cannot be read as {kind}: {error}") from None
+
+
+def _times(name: str, texts: pa.Array, type_name: str) -> pa.Array:
+    """Text as the times that it meant when the data was prepared."""
+    texts = compute.utf8_trim_whitespace(texts)
+    found = all_times(texts, form_of(type_name))
+    wrong = compute.and_(texts.is_valid(), found.is_null())
+    if compute.any(wrong).as_py():
+        example = texts.filter(wrong)[0].as_py()
+        raise DataError(f"column '{name}' cannot be read as {type_name}: {example!r} is none")
+    return found
 
 
 # ---- one column
@@ -132,7 +147,7 @@ def _encode(fit: Fitted, values: pa.Array) -> _Encoded:
 
 def classes_of(fit: Classes, values: pa.Array) -> NDArray[np.int64]:
     """The class of each label; NO_CLASS for what training never saw, and for missing ones."""
-    values = _typed("label", plain_numbers(values), type_of(fit.type))
+    values = _cast("label", plain_numbers(values), fit.type, safe=False)
     return places_of(fit.values, values).fill_null(NO_CLASS).to_numpy()
 
 
@@ -273,7 +288,7 @@ class Encoders:
             raise DataError(f"these columns are missing: {', '.join(absent)}.")
         if isinstance(rows, Mapping):
             kept = {n: f for n, f in used.items() if not isinstance(f, DroppedColumn)}
-            rows = pa.table({n: _array(n, rows[n], type_of(f.type)) for n, f in kept.items()})
+            rows = pa.table({n: _array(n, rows[n], f.type) for n, f in kept.items()})
         return apply(used, rows)
 
 
@@ -288,7 +303,7 @@ def _packed(
         return rows
     if not isinstance(rows, Mapping):
         return pack(rows, {name: list(fit.members)})
-    kinds = {m: type_of(f.type) for m, f in fit.members.items()}
+    kinds = {m: f.type for m, f in fit.members.items()}
     table = pa.table({m: _array(m, rows[m], kind) for m, kind in kinds.items()})
     others = {n: values for n, values in rows.items() if n not in fit.members}
     return {**others, name: pack(table, {name: list(kinds)}).column(name).to_pylist()}
@@ -298,12 +313,14 @@ def _needed(fit: Fitted) -> bool:
     return fit.role in ("feature", "text", "image") and not isinstance(fit, DroppedColumn)
 
 
-def _array(name: str, values: Sequence[Any], kind: pa.DataType) -> pa.Array:
+def _array(name: str, values: Sequence[Any], type_name: str) -> pa.Array:
+    kind = type_of(type_name)
     try:
         return pa.array(values, kind)
     except (pa.ArrowInvalid, pa.ArrowTypeError):
         pass
     try:
-        return pa.array(values).cast(kind)
-    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError) as error:
+        found = pa.array(values)
+    except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
         raise DataError(f"column '{name}' cannot be read as {kind}: {error}") from None
+    return _cast(name, found, type_name, safe=True)

@@ -13,7 +13,7 @@ import msgspec
 from manyhands.data.columns.schema import RECORD_BITS
 from manyhands.data.mapreduce.resumable_tasks import DataTask, TaskRunner, digest_of
 from manyhands.data.sources.cutting.source import Chunk, Source
-from manyhands.data.sources.staging import Stage, joined_types, stage, too_narrow
+from manyhands.data.sources.staging import Stage, date_orders, joined_types, stage, too_narrow
 from manyhands.values.errors import DataError
 
 
@@ -25,6 +25,8 @@ class StagedSources:
     """Of each chunk: what it was read from."""
     types: dict[str, str]
     """Of each column, in the order in which they were first seen."""
+    notes: list[str]
+    """What was found out, for people."""
 
 
 def stage_sources(
@@ -58,8 +60,12 @@ def stage_sources(
         return runner.do(phase, tasks, Stage)
 
     stages = staged(range(len(chunks)), given, "stage")
+    orders = date_orders(stages)
+    given = dict(given) | {name: f"time:{order.form}" for name, order in orders.items()}
     types = joined_types(stages, given, one_is_list=one_is_list)
     if narrow := [s.chunk for s in stages if too_narrow(s, types)]:
         again = {s.chunk: s for s in staged(narrow, types, "restage")}
         stages = [again.get(s.chunk, s) for s in stages]
-    return StagedSources(stages, [files[first + chunk.file] for _, first, chunk in chunks], types)
+    read = [files[first + chunk.file] for _, first, chunk in chunks]
+    notes = [order.note(name) for name, order in orders.items()]
+    return StagedSources(stages, read, types, notes)

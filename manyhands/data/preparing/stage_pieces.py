@@ -8,11 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from manyhands.data.columns.schema import Column, Role, Schema, with_roles
+import pyarrow as pa
+
+from manyhands.data.columns.schema import Column, Role, Schema, type_of, with_roles
 from manyhands.data.mapreduce.external_shuffle import KEY
 from manyhands.data.mapreduce.stage_sources import stage_sources
 from manyhands.data.preparing.preparation import Preparation
 from manyhands.data.preparing.recipe import WEIGHT, Recipe
+from manyhands.data.shards.manifest import read_manifest
 from manyhands.data.sources.cutting.source import Source
 from manyhands.data.sources.formats.tfrecord_files import TFRecords
 from manyhands.data.sources.staging import Stage, read_bad, too_many
@@ -51,7 +54,7 @@ def stage_all(prep: Preparation, sources: Sequence[Source]) -> Pieces:
     staged = stage_sources(
         prep.runner,
         sources,
-        recipe.types,
+        _types_of_text(recipe) | recipe.types,
         prep.target_bytes,
         folder,
         key=prep.key,
@@ -60,6 +63,11 @@ def stage_all(prep: Preparation, sources: Sequence[Source]) -> Pieces:
         one_is_list=all(isinstance(source, TFRecords) for source in sources),
     )
     stages, types = staged.stages, staged.types
+    for name in recipe.types:
+        if name not in types:
+            raise DataError(f"--type: there is no column '{name}'; there are {', '.join(types)}.")
+    for note in staged.notes:
+        prep.note(note)
     files = [file for source in sources for file in source.files]
     bad = sum(s.bad for s in stages)
     shown = [b for b, _ in zip(read_bad(folder, stages), range(10), strict=False)]
@@ -68,6 +76,15 @@ def stage_all(prep: Preparation, sources: Sequence[Source]) -> Pieces:
     if not any(s.pieces for s in stages):
         raise DataError(f"there are no records in {', '.join(files[:3])}.")
     return Pieces(stages, folder, _schema(recipe, types), files)
+
+
+def _types_of_text(recipe: Recipe) -> dict[str, str]:
+    """With --like: what text was read as there, so that 007 stays text, and dates mean the same."""
+    if not recipe.like:
+        return {}
+    raw = read_manifest(Path(recipe.like)).raw
+    texts = (pa.string(), pa.timestamp("us"))
+    return {c.name: c.type for c in raw if type_of(c.type) in texts}
 
 
 def _schema(recipe: Recipe, types: Mapping[str, str]) -> Schema:

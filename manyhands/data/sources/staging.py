@@ -19,8 +19,17 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from manyhands.data.columns.exact_integers import is_wide
-from manyhands.data.columns.schema import ID, RECORD_BITS, name_of, plain, type_of, unify
-from manyhands.data.sources.cutting.source import Bad, Chunk, Source
+from manyhands.data.columns.schema import (
+    ID,
+    RECORD_BITS,
+    name_of,
+    plain,
+    settled_name,
+    type_of,
+    unify,
+)
+from manyhands.data.sources.cutting.source import AskedTypes, Bad, Chunk, Source
+from manyhands.data.sources.values.date_order import DateOrder, DatesSeen, dates_seen, order_of
 from manyhands.values.errors import DataError
 from manyhands.values.run_folder import write_whole
 
@@ -38,6 +47,8 @@ class Staged(msgspec.Struct, frozen=True):
     """In the order of its columns."""
     wide: list[str] = []
     """Columns of whole numbers some of which no float64 is."""
+    dates: dict[str, DatesSeen] = {}
+    """Columns that are to be times and are text still: what shows how to read them."""
 
 
 class Stage(msgspec.Struct, frozen=True):
@@ -63,7 +74,7 @@ def stage(
     """Read a chunk. `first_file`: how many files the sources before this one have."""
     pieces: list[Staged] = []
     bad: list[Bad] = []
-    asked = {name: type_of(kind) for name, kind in types.items()}
+    asked = AskedTypes(types)
     for piece in source.read(chunk, asked, target_bytes):
         bad += piece.bad
         if len(bad) > skip:
@@ -76,7 +87,10 @@ def stage(
         nbytes = write_table(path, table)
         kinds = {f.name: name_of(f.type) for f in table.schema if f.name != ID}
         wide = [name for name in kinds if is_wide(table.column(name))]
-        pieces.append(Staged(path.name, table.num_rows, nbytes, kinds, wide))
+        times = [n for n, kind in asked.items() if n in kinds and pa.types.is_timestamp(kind)]
+        dates = {name: dates_seen(table.column(name)) for name in times}
+        seen = {name: found for name, found in dates.items() if found is not None}
+        pieces.append(Staged(path.name, table.num_rows, nbytes, kinds, wide, seen))
     bad_file = ""
     if bad:
         bad_file = f"{number:06}.bad"
@@ -138,16 +152,24 @@ def joined_types(
         for piece in stage.pieces:
             for name, kind in piece.types.items():
                 kinds.setdefault(name, set()).add(kind)
-    for name in given:
-        if name not in kinds:
-            raise DataError(f"--type: there is no column '{name}'; there are {', '.join(kinds)}.")
     joined = {
         name: name_of(unify(map(type_of, sorted(found)), one_is_list=one_is_list))
         for name, found in kinds.items()
     }
     wide = {name for stage in stages for piece in stage.pieces for name in piece.wide}
     joined |= {name: "string" for name in wide if "float" in joined[name]}  # else they are rounded
-    return joined | {name: name_of(type_of(kind)) for name, kind in given.items()}
+    return joined | {n: settled_name(kind) for n, kind in given.items() if n in joined}
+
+
+def date_orders(stages: Sequence[Stage]) -> dict[str, DateOrder]:
+    """How dates are read in columns that are to be times, where it matters and is not said."""
+    seen: dict[str, list[DatesSeen]] = {}
+    for stage in stages:
+        for piece in stage.pieces:
+            for name, found in piece.dates.items():
+                seen.setdefault(name, []).append(found)
+    orders = {name: order_of(name, found) for name, found in seen.items()}
+    return {name: order for name, order in orders.items() if order is not None}
 
 
 def too_narrow(stage: Stage, types: Mapping[str, str]) -> bool:

@@ -15,6 +15,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from manyhands.data.columns.schema import form_of, type_of
+
 
 class Chunk(msgspec.Struct, frozen=True):
     """The part of one file that one task reads."""
@@ -61,6 +63,19 @@ class TablePiece:
 
 Types = Mapping[str, pa.DataType]
 """Columns whose type is known; the others are inferred from the piece that is read."""
+
+
+class AskedTypes(dict[str, pa.DataType]):
+    """Types by the names that people give them, which may say how times are written."""
+
+    def __init__(self, names: Mapping[str, str]) -> None:
+        super().__init__({name: type_of(kind) for name, kind in names.items()})
+        self.forms = {name: form_of(kind) for name, kind in names.items()}
+
+
+def form_asked(types: Types, name: str) -> str:
+    """How a column's times are written, as `time_forms` has it; "" where it is not known."""
+    return types.forms.get(name, "") if isinstance(types, AskedTypes) else ""
 
 
 class Source(Protocol):

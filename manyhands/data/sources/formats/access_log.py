@@ -91,11 +91,11 @@ class AccessLog:
         records = records_of(url, chunk, rule, target_bytes)
 
         def read(found: FoundRecords, file: str) -> TablePiece:
-            return self._piece(found, file, kinds)
+            return self._piece(found, file, kinds, types)
 
         return line_pieces(url, records, rule, kinds, read)
 
-    def _piece(self, found: FoundRecords, file: str, kinds: Types) -> TablePiece:
+    def _piece(self, found: FoundRecords, file: str, kinds: Types, types: Types) -> TablePiece:
         lines = text_lines(found, self.encoding, file)
         texts, rows, bad = lines.columns[0], lines.rows, lines.bad
         fields = pc.extract_regex(texts, pattern=_LINE)
@@ -104,7 +104,7 @@ class AccessLog:
         for row in np.flatnonzero(~keep).tolist():
             bad.append(found.bad(file, int(rows[row]), _what_is_wrong(texts[row].as_py())))
         columns = _columns(fields.filter(good))
-        return typed_piece(found, TextColumns([], rows[keep], bad), columns, kinds, file)
+        return typed_piece(found, TextColumns([], rows[keep], bad), columns, kinds, file, types)
 
 
 def _columns(fields: pa.Array) -> dict[str, pa.Array]:

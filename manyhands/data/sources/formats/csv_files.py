@@ -184,7 +184,7 @@ class Delimited:
             if pa.types.is_string(column.type):
                 columns[name] = cleaned(column, nulls)
                 kinds[name] = types[name] if name in types else inferred(columns[name])
-        return typed_piece(found, texts, columns, kinds, file)
+        return typed_piece(found, texts, columns, kinds, file, types)
 
 
 def _wanted(

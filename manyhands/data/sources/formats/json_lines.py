@@ -28,9 +28,10 @@ from manyhands.data.sources.cutting.record_boundaries import (
     RecordRule,
     records_of,
 )
-from manyhands.data.sources.cutting.source import Bad, Chunk, TablePiece, Types
+from manyhands.data.sources.cutting.source import Bad, Chunk, TablePiece, Types, form_asked
 from manyhands.data.sources.formats import sniffing
 from manyhands.data.sources.formats.line_files import UnusualText, line_chunks, line_pieces
+from manyhands.data.sources.values.date_order import is_undecided
 from manyhands.data.sources.values.dates_in_text import TIME, all_times, are_iso_times, epoch_times
 from manyhands.data.sources.values.json_values import (
     BadRecord,
@@ -128,7 +129,8 @@ class JsonLines:
             if name not in types and may_be_rounded(column):
                 raise UnusualText  # whole numbers beyond int64 are floats for Arrow's reader
             if column.null_count < len(column):
-                columns[name] = _as(column, types[name] if name in types else _inferred(column))
+                kind = types[name] if name in types else _inferred(column)
+                columns[name] = _as(column, kind, form_asked(types, name))
         return TablePiece(_table(columns, len(found)), found.first + np.arange(len(found)))
 
     def _exactly(self, found: FoundRecords, types: Types, file: str) -> TablePiece:
@@ -152,13 +154,15 @@ class JsonLines:
         for name in self.ordered(columns):
             values = columns[name] + [None] * (len(rows) - len(columns[name]))
             kind = types[name] if name in types else kind_of_values(values)
-            made[name] = array_of(values, kind)
+            form = form_asked(types, name)
+            made[name] = array_of(values, kind, form)
             if made[name].null_count > values.count(None):  # a text that is no time
                 wrong = [
                     i for i, v in enumerate(values) if v is not None and not made[name][i].is_valid
                 ]
                 for i in [i for i in wrong if keep[i]]:
-                    bad.append(found.bad(file, rows[i], misfit(name, text_of(values[i]), kind)))
+                    what = misfit(name, text_of(values[i]), kind, form)
+                    bad.append(found.bad(file, rows[i], what))
                 keep[wrong] = False
         table = _table(made, len(rows))
         numbers = found.first + np.array(rows, dtype=np.int64)
@@ -237,14 +241,16 @@ def _inferred(column: pa.Array) -> pa.DataType:
     return TIME if timely else column.type
 
 
-def _as(column: pa.Array, kind: pa.DataType) -> pa.Array:
+def _as(column: pa.Array, kind: pa.DataType, form: str) -> pa.Array:
     """A column of Arrow's reader as `kind`; UnusualText where that needs a closer look."""
     t, here = pa.types, column.type
     text = t.is_string(here)
     number = t.is_integer(here) or t.is_floating(here)
     made = None
     if t.is_timestamp(kind) and (text or number):
-        made = (all_times if text else epoch_times)(column).cast(kind)
+        if is_undecided(column, kind, form):
+            return column
+        made = (all_times(column, form) if text else epoch_times(column)).cast(kind)
     elif t.is_floating(kind) and number:
         made = without_minus_zero(column.cast(pa.float64(), safe=False)).cast(kind, safe=False)
     elif t.is_list(here) and t.is_list(kind) and t.is_floating(kind.value_type):

@@ -117,7 +117,7 @@ class PlainText:
             lines = text_lines(found, self.encoding, file)
             texts = lines.columns[0]
             columns = {"text": pc.ascii_rtrim_whitespace(texts) if self._rule.paragraphs else texts}
-            return typed_piece(found, lines, columns, kinds, file)
+            return typed_piece(found, lines, columns, kinds, file, types)
 
         return line_pieces(url, records, self._rule, kinds, read)
 

@@ -18,7 +18,8 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from manyhands.data.columns.schema import plain
-from manyhands.data.sources.cutting.source import Bad, TablePiece, Types
+from manyhands.data.sources.cutting.source import Bad, TablePiece, Types, form_asked
+from manyhands.data.sources.values.date_order import is_undecided
 from manyhands.data.sources.values.dates_in_text import all_times, epoch_times
 from manyhands.data.sources.values.text_values import without_words
 from manyhands.values.errors import DataError
@@ -45,14 +46,18 @@ def piece_of(
     for name in flat.column_names:
         column = without_words(_settled(flat[name]), missing)
         kind = types.get(name, exact_kind(column))
+        form = form_asked(types, name)
+        if is_undecided(column, kind, form):
+            kind = plain(column.type)
         try:
-            columns[name], failed = convert(column, kind)
+            columns[name], failed = convert(column, kind, form)
         except pa.ArrowNotImplementedError:
             raise DataError(
                 f"{file}: column '{name}' is {column.type} and cannot be made {kind}."
             ) from None
         for row in failed:
             what = f"column '{name}' is no {kind}" if name in types else f"column '{name}' is bad"
+            what += f" ({form})" if form else ""
             byte = -1 if places is None else int(places[row])
             text = printable(column, row)
             wrong.setdefault(row, Bad(file, int(numbers[row]), byte, what, text))
@@ -117,10 +122,11 @@ def _is_exact(column: pa.Array, kind: pa.DataType) -> bool:
     return back.equals(column)
 
 
-def convert(column: pa.Array, kind: pa.DataType) -> tuple[pa.Array, list[int]]:
-    """The column as `kind`, and the rows that cannot be it (null in the result)."""
+def convert(column: pa.Array, kind: pa.DataType, form: str = "") -> tuple[pa.Array, list[int]]:
+    """The column as `kind`, and the rows that cannot be it (null in the result). `form`: of times
+    in text."""
     try:
-        made = cast(column, kind)
+        made = cast(column, kind, form)
         made.validate(full=True)
         return made, []
     except pa.ArrowNotImplementedError:
@@ -129,12 +135,12 @@ def convert(column: pa.Array, kind: pa.DataType) -> tuple[pa.Array, list[int]]:
         if len(column) == 1:
             return pa.nulls(1, kind), [0]
     middle = len(column) // 2
-    left, bad_left = convert(column[:middle], kind)
-    right, bad_right = convert(column[middle:], kind)
+    left, bad_left = convert(column[:middle], kind, form)
+    right, bad_right = convert(column[middle:], kind, form)
     return pa.concat_arrays([left, right]), [*bad_left, *(middle + row for row in bad_right)]
 
 
-def cast(column: pa.Array, kind: pa.DataType) -> pa.Array:
+def cast(column: pa.Array, kind: pa.DataType, form: str = "") -> pa.Array:
     """The column as `kind`; ArrowInvalid when a value does not fit."""
     source = column.type
     if source == kind:
@@ -143,11 +149,11 @@ def cast(column: pa.Array, kind: pa.DataType) -> pa.Array:
         texts = [None if v is None else _json(v) for v in column.to_pylist()]
         return pa.array(texts, pa.string())
     if _is_list(kind) and not _is_list(source):
-        return _wrapped(cast(column, kind.value_type)).cast(kind)
+        return _wrapped(cast(column, kind.value_type, form)).cast(kind)
     if _is_list(source) and not _is_list(kind):
-        return cast(_unwrapped(column), kind)
+        return cast(_unwrapped(column), kind, form)
     if pa.types.is_string(source) or pa.types.is_large_string(source):
-        return _parse(column, kind)
+        return _parse(column, kind, form)
     if pa.types.is_timestamp(kind) and pa.types.is_timestamp(source):
         return column.cast(kind, safe=source.unit != "ns")  # what is finer than ours is cut off
     if pa.types.is_timestamp(kind) and (_is_float(source) or pa.types.is_integer(source)):
@@ -155,13 +161,15 @@ def cast(column: pa.Array, kind: pa.DataType) -> pa.Array:
     return pc.cast(column, options=pc.CastOptions(kind, allow_float_truncate=_is_float(kind)))
 
 
-def _parse(texts: pa.Array, kind: pa.DataType) -> pa.Array:
+def _parse(texts: pa.Array, kind: pa.DataType, form: str) -> pa.Array:
     """Text as something else: blanks around it do not matter, and nothing but blanks is null."""
     if pa.types.is_string(kind) or pa.types.is_binary(kind):
         return texts.cast(kind)
     texts = pc.utf8_trim_whitespace(texts)
     texts = pc.if_else(pc.equal(texts, ""), pa.scalar(None, texts.type), texts)
-    return _all(all_times(texts), texts) if pa.types.is_timestamp(kind) else texts.cast(kind)
+    if pa.types.is_timestamp(kind):
+        return _all(all_times(texts, form), texts)
+    return texts.cast(kind)
 
 
 def _wrapped(column: pa.Array) -> pa.Array:

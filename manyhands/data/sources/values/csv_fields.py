@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from manyhands.data.columns.arrays import whole
 from manyhands.data.sources.cutting.record_boundaries import MAX_FIELD, FoundRecords, RecordRule
-from manyhands.data.sources.cutting.source import Bad, TablePiece, Types
+from manyhands.data.sources.cutting.source import Bad, TablePiece, Types, form_asked
 from manyhands.data.sources.values.text_values import FALSE, TRUE, converted, misfit
 from manyhands.values.errors import DataError
 
@@ -221,16 +221,23 @@ def text_lines(found: FoundRecords, encoding: str, file: str) -> TextColumns:
 
 
 def typed_piece(
-    found: FoundRecords, texts: TextColumns, columns: dict[str, pa.Array], kinds: Types, file: str
+    found: FoundRecords,
+    texts: TextColumns,
+    columns: dict[str, pa.Array],
+    kinds: Types,
+    file: str,
+    asked: Types,
 ) -> TablePiece:
     """The columns, those in `kinds` made of clean text; records with a wrong value are bad."""
     rows, bad = texts.rows, list(texts.bad)
     keep = np.ones(len(rows), dtype=np.bool_)
     for name, kind in kinds.items():
         column = columns[name]
-        columns[name], wrong = converted(column, kind)
+        form = form_asked(asked, name)
+        columns[name], wrong = converted(column, kind, form)
         for row in np.flatnonzero(wrong & keep).tolist():
-            bad.append(found.bad(file, int(rows[row]), misfit(name, column[row].as_py(), kind)))
+            what = misfit(name, column[row].as_py(), kind, form)
+            bad.append(found.bad(file, int(rows[row]), what))
         keep &= ~wrong
     table = pa.table(columns)
     if not keep.all():

@@ -4,35 +4,34 @@
 """Text as moments: microseconds since 1970, UTC; without a zone, UTC is meant.
 
 Every value is judged by itself, so a column means the same however it is cut. ISO 8601 is
-recognised by itself; the other forms are read only where a column is said to be a time. Of
-`3/4/2015` the first number is the month; `3.4.2015` begins with the day. Numbers are seconds since
-1970, or milli-, micro- or nanoseconds where seconds would be beyond the year 5138.
+recognised by itself; the other forms are read only where a column is said to be a time. Whether
+`3/4/2015` begins with the day nobody can tell: it is null until the form of the column is known
+(`date_order` finds it out). Numbers are seconds since 1970, or milli-, micro- or nanoseconds where
+seconds would be beyond the year 5138.
 """
+
+from collections.abc import Sequence
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from manyhands.data.columns.time_forms import CLOCK, DAY_FIRST, MONTH_FIRST, patterns_of
+
 TIME = pa.timestamp("us")
 
 _DATE = r"(?P<y>\d{4})-(?P<m>\d\d)-(?P<d>\d\d)"
 _ZONE = r"(?P<z>Z|[+-]\d\d(?::?\d\d)?)?"
 _ISO = rf"^{_DATE}(?:[ T](?P<h>\d\d)(?::(?P<n>\d\d)(?::(?P<s>\d\d)(?:[.,](?P<f>\d+))?)?)?{_ZONE})?$"
-_CLOCK = (
-    r"(?:[ T:]\s*(?P<h>\d\d?):(?P<n>\d\d)(?::(?P<s>\d\d)(?:[.,](?P<f>\d+))?)?"
-    r"\s*(?P<p>[AaPp][Mm])?\s*(?P<z>Z|UTC|GMT|[+-]\d\d(?::?\d\d)?)?)?$"
-)
 _MONTH = r"(?P<m>[A-Za-z]{3,9})\.?"
 _DAY_NAME = r"(?:[A-Za-z]{3,9}\.?,?\s+)?"
 _FORMS = (
     _ISO,
-    rf"^{_DATE}{_CLOCK}",
-    rf"^(?P<y>\d{{4}})/(?P<m>\d\d?)/(?P<d>\d\d?){_CLOCK}",
-    rf"^(?P<m>\d\d?)/(?P<d>\d\d?)/(?P<y>\d{{4}}){_CLOCK}",
-    rf"^(?P<d>\d\d?)\.(?P<m>\d\d?)\.(?P<y>\d{{4}}){_CLOCK}",
-    rf"^{_DAY_NAME}(?P<d>\d\d?)[ /-]{_MONTH}[ /-](?P<y>\d{{4}}){_CLOCK}",
-    rf"^{_DAY_NAME}{_MONTH}\s+(?P<d>\d\d?),?\s+(?P<y>\d{{4}}){_CLOCK}",
+    rf"^{_DATE}{CLOCK}",
+    rf"^(?P<y>\d{{4}})/(?P<m>\d\d?)/(?P<d>\d\d?){CLOCK}",
+    rf"^{_DAY_NAME}(?P<d>\d\d?)[ /-]{_MONTH}[ /-](?P<y>\d{{4}}){CLOCK}",
+    rf"^{_DAY_NAME}{_MONTH}\s+(?P<d>\d\d?),?\s+(?P<y>\d{{4}}){CLOCK}",
     rf"^{_DAY_NAME}{_MONTH}\s+(?P<d>\d\d?)\s+(?P<h>\d\d):(?P<n>\d\d):(?P<s>\d\d)\s+"
     r"(?P<z>UTC|GMT)?\s*(?P<y>\d{4})$",
     r"^(?P<y>\d{4})(?P<m>\d\d)(?P<d>\d\d)T(?P<h>\d\d)(?P<n>\d\d)(?P<s>\d\d)" + _ZONE + "$",
@@ -40,11 +39,13 @@ _FORMS = (
 # What Arrow is given as such, for guessing the type of a Python value costs it half a millisecond.
 _NOTHING = pa.scalar(None, pa.string())
 _EMPTY = pa.scalar("", pa.string())
+_NO_TIME = pa.scalar(None, TIME)
 _ZERO = pa.scalar("0", pa.string())
 _UTC = pa.scalar("+0000", pa.string())
 _WHOLE = r"^-?(?:\d{1,18}|[1-8]\d{18})$"
 _DECIMAL = r"^-?\d{1,18}\.\d*$"
 _FIRST = 16
+_NEXT_CENTURY = 69
 _LEAST = -62_135_596_800_000_000
 _MOST = 253_402_300_799_999_999
 """The microseconds of the years 1 to 9999."""
@@ -64,13 +65,33 @@ def are_iso_times(texts: pa.Array) -> bool:
     return shaped and not _form(texts, _ISO).null_count
 
 
-def all_times(texts: pa.Array) -> pa.Array:
-    """Texts in any form that we know as times; null where one is something else."""
+def all_times(texts: pa.Array, form: str = "") -> pa.Array:
+    """Texts in any form that we know as times; null where one is something else.
+
+    With `dmy` or `mdy` dates of two numbers and a year are read so; without, only those that mean
+    the same both ways. With a format (`%d/%m/%Y`) nothing else is read.
+    """
+    if "%" in form:
+        return _form(texts, patterns_of(form)[0])
     found = _quick(texts)
     if found is not None:
         return found
-    found = _epoch(texts)
-    for form in _FORMS:
+    found = _in_forms(_epoch(texts), texts, _FORMS)
+    if form:
+        return _in_forms(found, texts, patterns_of(form))
+    day, month = orders(texts)
+    return pc.coalesce(found, pc.if_else(pc.equal(day, month), day, _NO_TIME))
+
+
+def orders(texts: pa.Array) -> tuple[pa.Array, pa.Array]:
+    """Dates of two numbers and a year, read with the day first, and with the month first."""
+    nothing = pa.nulls(len(texts), TIME)
+    return _in_forms(nothing, texts, DAY_FIRST), _in_forms(nothing, texts, MONTH_FIRST)
+
+
+def _in_forms(found: pa.Array, texts: pa.Array, forms: Sequence[str]) -> pa.Array:
+    """What is found, and of the rest what has one of these forms."""
+    for form in forms:
         missing = pc.and_(pc.is_null(found), pc.is_valid(texts))
         if not pc.any(missing).as_py():
             break
@@ -138,6 +159,9 @@ def _form(texts: pa.Array, form: str) -> pa.Array:
         return pc.cast(filled, pa.int64()).to_numpy(zero_copy_only=False)
 
     year, day = number(text("y")), number(text("d"))
+    if "c" in names:  # of two digits, as strptime takes them
+        year = number(text("c"))
+        year = year + np.where(year < _NEXT_CENTURY, 2000, 1900)
     month = _month(text("m"))
     hour, minute, second = number(text("h")), number(text("n")), number(text("s"))
     fraction = number(pc.utf8_slice_codeunits(pc.utf8_rpad(text("f"), 6, "0"), 0, 6))

@@ -20,6 +20,7 @@ from manyhands.data.columns.exact_integers import fits_float64, fits_int64
 from manyhands.data.columns.schema import unify
 from manyhands.data.sources.cutting.record_boundaries import FoundRecords
 from manyhands.data.sources.values.csv_fields import decoded
+from manyhands.data.sources.values.date_order import is_undecided
 from manyhands.data.sources.values.dates_in_text import TIME, all_times, are_iso_times, epoch_times
 from manyhands.values.errors import DataError
 
@@ -190,17 +191,20 @@ def _holds(kind: pa.DataType, value: int) -> bool:
         return False
 
 
-def array_of(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
-    """Values that fit as a column."""
+def array_of(values: Sequence[Any], kind: pa.DataType, form: str = "") -> pa.Array:
+    """Values that fit as a column. `form`: of times in text; while nobody knows it, they stay
+    text where it matters."""
     t = pa.types
     if t.is_string(kind):
         return pa.array([None if v is None else text_of(v) for v in values], kind)
     if t.is_timestamp(kind):
         texts = pa.array([v if isinstance(v, str) else None for v in values], pa.string())
+        if is_undecided(texts, kind, form):
+            return array_of(values, pa.string())
         whole = pa.array([v if isinstance(v, int) and fits_int64(v) else None for v in values])
         whole = whole.cast(pa.int64())
         real = pa.array([v if isinstance(v, float) else None for v in values], pa.float64())
-        found = (all_times(texts), epoch_times(whole), epoch_times(real))
+        found = (all_times(texts, form), epoch_times(whole), epoch_times(real))
         return pc.coalesce(*found).cast(kind)
     if t.is_floating(kind):
         reals = pa.array([None if v is None else float(v) for v in values], pa.float64())

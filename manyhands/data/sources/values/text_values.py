@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from manyhands.data.columns.exact_integers import is_rounded
 from manyhands.data.columns.schema import name_of
+from manyhands.data.sources.values.date_order import is_undecided
 from manyhands.data.sources.values.dates_in_text import TIME, all_times, are_iso_times
 from manyhands.values.errors import DataError
 
@@ -90,21 +91,26 @@ def _would_be_rounded(texts: pa.Array) -> bool:
     return any(is_rounded(digits) for digits in long.to_pylist())
 
 
-def converted(texts: pa.Array, kind: pa.DataType) -> tuple[pa.Array, NDArray[np.bool_]]:
-    """A clean column as `kind`, and which of its values cannot be that (null in the column)."""
-    made = _made(texts, kind)
+def converted(
+    texts: pa.Array, kind: pa.DataType, form: str = ""
+) -> tuple[pa.Array, NDArray[np.bool_]]:
+    """A clean column as `kind`, and which of its values cannot be that (null in the column). As
+    text, while nobody knows how to read its dates: without a `form`, see `date_order`."""
+    if is_undecided(texts, kind, form):
+        kind = pa.string()
+    made = _made(texts, kind, form)
     wrong = pc.and_(pc.is_valid(texts), pc.is_null(made))
     return made, wrong.to_numpy(zero_copy_only=False)
 
 
-def _made(texts: pa.Array, kind: pa.DataType) -> pa.Array:
+def _made(texts: pa.Array, kind: pa.DataType, form: str) -> pa.Array:
     t = pa.types
     if t.is_string(kind) or t.is_binary(kind):
         return texts.cast(kind)
     if t.is_integer(kind) or t.is_floating(kind):
         return _numbers(texts, kind)
     if t.is_timestamp(kind):
-        return all_times(texts).cast(kind)
+        return all_times(texts, form).cast(kind)
     if t.is_boolean(kind):
         lower = pc.utf8_lower(texts)
         yes = pc.is_in(lower, value_set=_YESES)
@@ -146,10 +152,10 @@ def _too_large(texts: pa.Array, rows: NDArray[np.int64], kind: pa.DataType) -> N
     return np.concatenate([_too_large(texts, part, kind) for part in parts])
 
 
-def misfit(name: str, text: str, kind: pa.DataType) -> str:
+def misfit(name: str, text: str, kind: pa.DataType, form: str = "") -> str:
     """What is wrong with a value."""
     shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
-    return f"column '{name}': {shown!r} is no {name_of(kind)}"
+    return f"column '{name}': {shown!r} is no {name_of(kind)}{f':{form}' if form else ''}"
 
 
 def nulls_of(more: Sequence[str]) -> pa.Array:

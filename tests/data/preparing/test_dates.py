@@ -1,0 +1,149 @@
+"""Does 03/04/2024 begin with the day? All values of a column decide, or somebody is asked."""
+
+import json
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import manyhands as mh
+from manyhands.data.encoding.encoders import Encoders
+from manyhands.data.shards.manifest import read_manifest
+from manyhands.data.shards.shard_formats import read_table
+from manyhands.values.errors import DataError
+from tests.data.preparing.test_pipeline import digest
+
+ROWS = 3000
+BOTH = ["03/04/2024", "05/06/2024", "07/07/2024"]
+
+
+def files_of(folder: Path, decisive: str, *, format: str = "csv", at: int = ROWS - 1) -> list[str]:
+    """Two files of dates that can be read both ways, and one value that can not."""
+    folder.mkdir()
+    dates = [BOTH[i % 3] for i in range(ROWS)]
+    if decisive:
+        dates[at] = decisive
+    made: list[str] = []
+    for part in range(2):
+        some = range(part * ROWS // 2, (part + 1) * ROWS // 2)
+        path = folder / f"{part}.{format}"
+        if format == "csv":
+            lines = ["n,when,y", *(f"{i},{dates[i]},{i % 2}" for i in some)]
+            path.write_text("\n".join(lines) + "\n")
+        elif format == "jsonl":
+            lines = [json.dumps({"n": i, "when": dates[i], "y": i % 2}) for i in some]
+            path.write_text("\n".join(lines) + "\n")
+        else:
+            whens = [dates[i] for i in some]
+            table = pa.table({"n": list(some), "when": whens, "y": [i % 2 for i in some]})
+            pq.write_table(table, path, row_group_size=500)
+        made.append(str(path))
+    return made
+
+
+def whens(folder: Path) -> dict[int, datetime]:
+    """What each record's date was read as."""
+    manifest = read_manifest(folder)
+    tables = [
+        read_table(folder / shard.file, manifest.schema)
+        for split in manifest.splits.values()
+        for shard in split.shards
+    ]
+    rows = pa.concat_tables(tables).select(["n", "when"]).to_pylist()
+    start = datetime(1970, 1, 1)
+    return {
+        r["n"]: start + (datetime.fromtimestamp(r["when"] / 1e6) - datetime.fromtimestamp(0))
+        for r in rows
+    }
+
+
+def prepared(sources: Any, to: Path, kind: str = "time", **more: Any) -> Path:
+    settings: dict[str, Any] = {"encode": {"when": "raw:int64", "n": "raw:int64"}, "split": "none"}
+    mh.prepare(sources, to, label="y", types={"when": kind}, **({"workers": 1} | settings | more))
+    return to
+
+
+@pytest.mark.parametrize("format", ["csv", "jsonl", "parquet"])
+@pytest.mark.parametrize("at", [0, ROWS - 1])
+def test_one_value_decides_for_all_files(tmp_path: Path, format: str, at: int) -> None:
+    sources = files_of(tmp_path / "raw", "13/04/2024", format=format, at=at)
+    folder = prepared(sources, tmp_path / "one")
+    found = whens(folder)
+    assert found[3] == datetime(2024, 4, 3) and found[at] == datetime(2024, 4, 13)
+    assert {c.name: c.type for c in read_manifest(folder).raw}["when"] == "time:dmy"
+    small = prepared(sources[::-1], tmp_path / "two", memory="1MB")
+    assert {datetime(2024, 4, 3), datetime(2024, 6, 5)} <= {*whens(small).values()}
+
+
+def test_the_same_bytes_on_one_and_two_processes(tmp_path: Path) -> None:
+    sources = files_of(tmp_path / "raw", "04/13/2024")
+    one = prepared(sources, tmp_path / "one", workers=1)
+    two = prepared(sources, tmp_path / "two", workers=2)
+    assert digest(one) == digest(two)
+    assert whens(one)[3] == datetime(2024, 3, 4)
+
+
+def test_what_was_decided_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prepared(files_of(tmp_path / "raw", "13/04/2024"), tmp_path / "out", quiet=False)
+    said = " ".join(capsys.readouterr().err.split())
+    assert "column 'when': the day comes first in 13/04/2024 (so in 03/04/2024 too)" in said
+    assert "--type when=time:mdy" in said
+
+
+@pytest.mark.parametrize(
+    ("format", "workers"), [("csv", 1), ("csv", 2), ("jsonl", 1), ("parquet", 1)]
+)
+def test_where_no_value_decides_somebody_is_asked(
+    tmp_path: Path, format: str, workers: int
+) -> None:
+    sources = files_of(tmp_path / "raw", "", format=format)
+    with pytest.raises(DataError, match="'when': does 03/04/2024 begin with the day") as refused:
+        prepared(sources, tmp_path / "out", workers=workers)
+    assert "--type when=time:dmy" in str(refused.value)
+    if workers == 1:
+        day = whens(prepared(sources, tmp_path / "out", "time:dmy"))
+        month = whens(prepared(sources, tmp_path / "mdy", "date:mdy"))
+        form = whens(prepared(sources, tmp_path / "form", "time:%d/%m/%Y"))
+        assert (day[0], month[0]) == (datetime(2024, 4, 3), datetime(2024, 3, 4)) and form == day
+
+
+def test_values_that_contradict_each_other_are_named(tmp_path: Path) -> None:
+    sources = files_of(tmp_path / "raw", "13/04/2024")
+    first = Path(sources[0])
+    first.write_text(first.read_text().replace("\n0,03/04/2024", "\n0,04/13/2024"))
+    with pytest.raises(DataError, match="13/04/2024, and the month in 04/13/2024"):
+        prepared(sources, tmp_path / "out", workers=2)
+    with pytest.raises(DataError, match=r"record 1, .*'04/13/2024' is no time:dmy"):
+        prepared(sources, tmp_path / "out", "time:dmy")
+    left = prepared(sources, tmp_path / "out", "time:dmy", on_error="skip:1")
+    assert len(whens(left)) == ROWS - 1
+
+
+def test_dates_mean_the_same_later_and_when_serving(tmp_path: Path) -> None:
+    first = prepared(files_of(tmp_path / "raw", "13/04/2024"), tmp_path / "first")
+    later = files_of(tmp_path / "more", "")
+    mh.prepare(later, tmp_path / "later", like=first, workers=1)
+    assert whens(tmp_path / "later")[0] == datetime(2024, 4, 3)
+    encoders = Encoders.load(read_manifest(first).encoders)
+    served = encoders.apply({"n": [1], "when": ["03/04/2024"]}).column("when").to_pylist()
+    assert served == [1712102400000000] == [whens(first)[0].timestamp() * 1e6]
+    with pytest.raises(DataError, match="'04/13/2024' is none"):
+        encoders.apply({"n": [1], "when": ["04/13/2024"]})
+
+
+def test_text_stays_text_in_data_that_comes_later(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("zip,y\n" + "007,0\n00A,1\n" * 50)
+    (tmp_path / "b.csv").write_text("zip,y\n" + "007,0\n008,1\n" * 50)
+    mh.prepare(tmp_path / "a.csv", tmp_path / "a", label="y", split="none", workers=1)
+    mh.prepare(tmp_path / "b.csv", tmp_path / "b", like=tmp_path / "a", workers=1)
+    manifest = read_manifest(tmp_path / "b")
+    shards = [s.file for split in manifest.splits.values() for s in split.shards]
+    found = {
+        v
+        for f in shards
+        for v in read_table(tmp_path / "b" / f, manifest.schema)["zip"].to_pylist()
+    }
+    assert len(found) == 2 and max(found) > 1  # 007 is known, 008 is not
