@@ -23,6 +23,7 @@ from manyhands.data.shards.prepared_url import RemoteFolder, folder_of
 from manyhands.driver.task_files import load
 from manyhands.values.config import EFFECTS, RunConfig, changed, read_toml
 from manyhands.values.errors import RequestError, RunFailed, TaskError
+from manyhands.values.local_folders import local_folder
 from manyhands.values.machine import usable_cores
 from manyhands.values.option_fields import command_option
 from manyhands.values.report import Report
@@ -52,6 +53,7 @@ def train_folds(request: RunRequest, to: Path, *, say: Callable[[str], None]) ->
     for name, why in REFUSED.items():
         if getattr(request, name) is not None:
             raise RequestError(f"--fold all takes no --{name.replace('_', '-')}: {why}.")
+    to = local_folder(to, "runs")
     file = Path(str(request.task))
     loaded, config = load(file)
     folds = _folds_of(loaded.task.data)

@@ -27,6 +27,7 @@ from zmq.utils import z85
 
 from manyhands.values.credentials import derived, new_secret
 from manyhands.values.errors import RequestError
+from manyhands.values.local_folders import local_folder
 
 _TOKEN, _KEY = "manyhands-token-2", "manyhands-driver-key-2"
 _OLD = re.compile(r"[0-9a-fA-F]{64}")
@@ -114,7 +115,7 @@ def key_file(token_file: Path) -> Path:
 
 def key_for(token_file: Path) -> DriverKey:
     """The driver's key that goes with a token file; both are made when neither is there."""
-    beside = key_file(token_file)
+    beside = key_file(local_folder(token_file, "a token", "the token's file"))
     if token_file.exists():
         token = read_token(token_file)
         if not beside.exists():

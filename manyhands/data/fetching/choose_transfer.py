@@ -18,6 +18,7 @@ from manyhands.values.byte_sizes import parse_bytes
 from manyhands.values.config import DataConfig
 from manyhands.values.environment import user_cache
 from manyhands.values.errors import ConfigError, DataError
+from manyhands.values.local_folders import local_folder
 
 _WAYS: dict[str, Callable[[str, Cache, FailureReport], Transfer]] = {
     "auto": Direct,
@@ -39,7 +40,9 @@ def _note(text: str) -> None:
 
 def open_cache(settings: DataConfig) -> Cache:
     """The folder is made, for its owner alone, where it is not there."""
-    folder = _default() if settings.cache is None else Path(settings.cache).expanduser()
+    folder = _default()
+    if settings.cache is not None:
+        folder = local_folder(settings.cache, "fetched shards", "data.cache").expanduser()
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)

@@ -64,6 +64,7 @@ from manyhands.data.mapreduce.results_folder import (
 from manyhands.data.mapreduce.resumable_tasks import DataTask, Submits, TaskRunner, digest_of
 from manyhands.values.byte_sizes import parse_bytes
 from manyhands.values.errors import DataError, DataTaskFailed, ManyhandsError
+from manyhands.values.local_folders import local_folder
 from manyhands.values.task import user_traceback
 
 if TYPE_CHECKING:
@@ -112,7 +113,9 @@ def map_reduce(
     become lists. `work` is a folder with room for twice the data, for the time of the call.
     """
     memory_bytes = max(MEMORY_BYTES, parse_bytes(memory))
-    target = None if to is None else Path(to)
+    target = None if to is None else local_folder(to, "results", "map_reduce: to")
+    if work is not None:
+        work = local_folder(work, "what is needed meanwhile", "map_reduce: work")
     if target is not None:
         claim_folder(target)
     with (

@@ -89,8 +89,8 @@ def open_sources(given: Given, options: Options, *, spool: Path, target: int) ->
     for number, source in enumerate(_one_by_one(given)):
         if not isinstance(source, str):
             folder = spool / f"{number:03}"
-            made = spooled(_records(source), folder, target, options.names or None)
-            found.append(replace(made, missing=options.missing))
+            names = options.names or None
+            found.append(spooled(_records(source), folder, target, names, options.missing))
             continue
         files = _files(source, options)
         last = found[-1] if found else None

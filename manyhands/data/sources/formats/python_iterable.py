@@ -33,6 +33,7 @@ from manyhands.values.task import user_traceback
 NAME = "generator"
 _BATCH_ROWS = 1024
 _BATCH_BYTES = 4 << 20
+_SPACE = " \t\n\r\v\f"
 
 
 class SpooledFile(msgspec.Struct, frozen=True):
@@ -52,8 +53,6 @@ class Spooled:
     parts: tuple[SpooledFile, ...]
     digest: str
     notes: tuple[str, ...] = ()
-    missing: tuple[str, ...] = ()
-    """Words for a missing value."""
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -68,9 +67,7 @@ class Spooled:
                 table = pa.ipc.open_file(source).read_all()
                 last = table.num_columns - 1
                 numbers, table = table.column(last).to_numpy(), table.remove_column(last)
-                yield piece_of(
-                    table, numbers, file=NAME, types=types, bad=part.bad, missing=self.missing
-                )
+                yield piece_of(table, numbers, file=NAME, types=types, bad=part.bad)
 
 
 def spool(
@@ -78,11 +75,13 @@ def spool(
     folder: str | Path,
     target_bytes: int,
     names: Sequence[str] | None = None,
+    missing: Sequence[str] = (),
 ) -> Spooled:
-    """All records, written to Arrow files of about `target_bytes` in `folder`."""
+    """All records, written to Arrow files of about `target_bytes` in `folder`. Text that is one of
+    `missing` is no value: numbers beside it stay numbers."""
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
-    writer = _SpoolWriter(path, target_bytes)
+    writer = _SpoolWriter(path, target_bytes, frozenset(missing))
     for number, record in enumerate(_given(records)):
         writer.add(number, record, names)
     return writer.finished()
@@ -105,8 +104,8 @@ def _given(records: Iterable[object]) -> Iterator[object]:
 class _SpoolWriter:
     """Collects records in batches and batches in files; it holds one file and one batch."""
 
-    def __init__(self, folder: Path, target_bytes: int) -> None:
-        self._folder, self._target = folder, target_bytes
+    def __init__(self, folder: Path, target_bytes: int, missing: frozenset[str]) -> None:
+        self._folder, self._target, self._missing = folder, target_bytes, missing
         self._columns: list[str] = []
         self._rows: list[PythonRow] = []
         self._numbers: list[int] = []
@@ -127,11 +126,15 @@ class _SpoolWriter:
             self._bad.append(Bad(NAME, number, -1, str(error), described(record)))
             return
         self._columns = self._columns or list(row)
-        self._rows.append(row)
+        self._rows.append({name: self._known(value) for name, value in row.items()})
         self._numbers.append(number)
         self._size += size_of_row(row)
         if len(self._rows) == _BATCH_ROWS or self._size > min(_BATCH_BYTES, self._target):
             self._close_batch()
+
+    def _known(self, value: object) -> object:
+        is_word = isinstance(value, str) and value.strip(_SPACE) in self._missing
+        return None if is_word else value
 
     def _close_batch(self) -> None:
         table, wrong = table_of(self._rows, self._columns)
