@@ -5,7 +5,7 @@
 
 A CSV of numbers, words and text is written, prepared, and every process is watched: its largest
 unique set size (memory that is its own; mapped files that others could have are not counted), and
-its resident set, beside `--memory`. Wanted: at most 1.5 times that for each process.
+its resident set, beside `--memory`. Wanted: at most that for each process.
 """
 
 import argparse

@@ -3,7 +3,8 @@
 
 First pass: `spill` writes a table's rows to one file, grouped by (split, bucket), where a bucket is
 one of n equal ranges of the 64-bit keys. Second pass: `gather` reads one group of every file and
-sorts it. Each pass holds about three times what it works on: a table, then a bucket.
+sorts it. Each pass holds about three times what it works on: a table, then a bucket. Buckets that
+belong together can be gathered one after the other (`gather_parts`), so that they take less.
 
 Invariant: the buckets of a split, one after the other, are its rows sorted by key. Keys are
 distinct, so that order does not depend on how rows were cut into tables, nor on how many buckets
@@ -25,6 +26,7 @@ import pyarrow as pa
 import xxhash
 from numpy.typing import NDArray
 
+from manyhands.data.mapreduce.growing_table import GrowingTable
 from manyhands.values.errors import DataDamaged
 
 KEY = "_key"
@@ -32,6 +34,9 @@ KEY = "_key"
 
 LIMIT = 1 << 30
 """Columns of text and lists count in 31 bits; larger ones than this are moved in parts."""
+
+PART_BYTES = 8 << 20
+MOST_GROUPS = 1 << 14
 
 _MAGIC = b"mhspill1"
 _TAIL = struct.Struct("<8sQQQ")  # magic, bytes before the first group, splits, groups
@@ -41,6 +46,11 @@ _ENTRY = struct.Struct("<QQQQ")  # offset, bytes, rows, checksum
 def buckets_for(nbytes_per_split: Iterable[int], shard_bytes: int) -> list[int]:
     """For each split, how many buckets of at most about this size."""
     return [max(1, -(-nbytes // shard_bytes)) for nbytes in nbytes_per_split]
+
+
+def parts_for(buckets: int, bucket_bytes: int) -> int:
+    """In how many parts a bucket is gathered: small ones, unless there were too many in a file."""
+    return max(1, min(bucket_bytes // PART_BYTES, MOST_GROUPS // buckets))
 
 
 def bucket_of(keys: NDArray[np.uint64], n: int) -> NDArray[np.int64]:
@@ -149,6 +159,15 @@ def gather(paths: Sequence[Path], split: int, bucket: int) -> pa.Table:
     ranked = keys[order]
     assert (ranked[1:] != ranked[:-1]).all(), "two rows have the same key"
     return take(table, order)
+
+
+def gather_parts(paths: Sequence[Path], split: int, bucket: int, parts: int) -> pa.Table:
+    """All rows of a bucket that was spilled as so many smaller ones, sorted by key: in the memory
+    that it takes by itself, and three times that of a part."""
+    table = GrowingTable()
+    for part in range(bucket * parts, (bucket + 1) * parts):
+        table.add(gather(paths, split, part))
+    return table.table()
 
 
 def _read_group(

@@ -25,7 +25,7 @@ from manyhands.data.encoding.fitted_encoders import Fitted
 from manyhands.data.encoding.pack_columns import pack
 from manyhands.data.encoding.requested_encoding import Encoding
 from manyhands.data.encoding.unseen_values import unseen
-from manyhands.data.mapreduce.external_shuffle import KEY, gather, spill
+from manyhands.data.mapreduce.external_shuffle import KEY, gather_parts, spill
 from manyhands.data.preparing.assign_splits import load_splits
 from manyhands.data.preparing.balance_classes import class_weights, resample, sample
 from manyhands.data.preparing.lineage import Account, by_class, sampled_out
@@ -186,10 +186,17 @@ def balanced(
 
 
 def shuffle(
-    index_file: str, split: int, bucket: int, to: str, recipe: Recipe, schema: Schema, label: str
+    index_file: str,
+    split: int,
+    bucket: int,
+    parts: int,
+    to: str,
+    recipe: Recipe,
+    schema: Schema,
+    label: str,
 ) -> WrittenShard:
     spills = [Path(p) for p in Path(index_file).read_text().splitlines()]
-    table = gather(spills, split, bucket).drop_columns([KEY])
+    table = gather_parts(spills, split, bucket, parts).drop_columns([KEY])
     table = table.select([c.name for c in schema])
     info = write_records(Path(f"{to}.{SUFFIX[recipe.format]}"), table, recipe)
     counted: dict[str, int] = {}

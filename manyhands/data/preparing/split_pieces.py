@@ -19,6 +19,10 @@ from manyhands.data.splitting.split_rule import SplitRule, refuse_empty
 from manyhands.data.statistics.exact_quantiles import Quantile
 from manyhands.values.errors import DataError
 
+_ENTRY_BYTES = 160
+"""Of memory, for each record and thing by which it is told apart: the search for leaks takes 64,
+and a process has to live."""
+
 
 def divide_all(prep: Preparation, pieces: Pieces, rule: SplitRule) -> Division:
     schema, paths, runner = pieces.schema, pieces.paths, prep.runner
@@ -28,7 +32,8 @@ def divide_all(prep: Preparation, pieces: Pieces, rule: SplitRule) -> Division:
     if rule.column and rule.column not in pieces.types:
         there = ", ".join(pieces.types)
         raise DataError(f"split by '{rule.column}': there is no such column; there are {there}.")
-    parts = max(1, -(-pieces.rows * 64 // prep.memory))
+    told_apart = 1 + bool(names.id) + bool(names.group)
+    parts = max(1, -(-pieces.rows * told_apart * _ENTRY_BYTES // prep.memory))
     folder = prep.work / "splits"
     folder.mkdir(exist_ok=True)
     stems = [str(folder / f"{k:06}") for k in range(len(paths))]

@@ -19,7 +19,7 @@ from manyhands.data.encoding.encoders import Encoders, attempt, encoded_schema, 
 from manyhands.data.encoding.fitted_encoders import Classes, Fitted, finish, finish_stacked
 from manyhands.data.encoding.pack_columns import groups_of, pack, packed_schema
 from manyhands.data.encoding.requested_encoding import Encoding
-from manyhands.data.mapreduce.external_shuffle import buckets_for
+from manyhands.data.mapreduce.external_shuffle import buckets_for, parts_for
 from manyhands.data.mapreduce.resumable_tasks import DataTask, digest_of
 from manyhands.data.preparing import encode_pieces
 from manyhands.data.preparing.asked_encodings import AskedEncodings, asked_encodings
@@ -41,8 +41,10 @@ from manyhands.values.errors import DataError
 from manyhands.values.run_folder import write_whole
 
 _SAMPLE_ROWS = 1000
-_LEAST_BUCKET = 4
-"""A bucket should be at most this part of a worker's memory: gathering takes three times it."""
+_OWN_BYTES = 128 << 20
+"""What a process takes before it has read anything."""
+_SHARD_TIMES = 1.5
+"""What gathering a shard takes, of its size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,8 @@ def make(
     write_whole(plan_file, msgspec.json.encode(plan))
     key = digest_of(prep.key, msgspec.json.encode(plan))
     buckets = fitter.buckets(plan, len(names))
+    parts = [parts_for(n, recipe.shard_bytes) for n in buckets]
+    spilled = [n * k for n, k in zip(buckets, parts, strict=True)]
 
     spills = prep.work / f"{prefix}spills"
     spills.mkdir(exist_ok=True)
@@ -92,7 +96,7 @@ def make(
             DataTask(
                 f"{k:06}",
                 encode_pieces.apply,
-                (piece, stem, str(plan_file), buckets, str(path)),
+                (piece, stem, str(plan_file), spilled, str(path)),
                 key=key,
             )
             for k, (piece, stem, path) in enumerate(zip(pieces, division.stems, paths, strict=True))
@@ -110,7 +114,7 @@ def make(
             DataTask(
                 stem,
                 encode_pieces.shuffle,
-                (str(index), *place, str(folder / stem), recipe, schema, label),
+                (str(index), *place, parts[place[0]], str(folder / stem), recipe, schema, label),
                 key=key,
             )
             for stem, place in zip(stems, wanted, strict=True)
@@ -305,6 +309,9 @@ class _Fitter:
         for divided in self.division.pieces:
             for k, side in enumerate(plan.sides):
                 nbytes[side] += divided.nbytes[k] * grows * plan.sample
-        if self.recipe.shard_bytes > self.prep.memory // _LEAST_BUCKET:
-            self.prep.note("a shard takes much of the memory; a smaller --shard-size takes less")
+        if _OWN_BYTES + _SHARD_TIMES * self.recipe.shard_bytes > self.prep.memory:
+            self.prep.note(
+                f"--memory is less than gathering a shard of {self.recipe.shard_bytes >> 20} MiB "
+                "takes; a smaller --shard-size takes less"
+            )
         return buckets_for(map(round, nbytes), self.recipe.shard_bytes)
