@@ -9,11 +9,14 @@ partitions of 64-bit hashes, so that memory stays bounded:
   are partitioned by id; an id with several keys links them (`linked_records`).
 - **leakage**: ids, contents and groups that are in more than one split. Counted after the fact,
   from what was assigned, so that the report does not believe the rule.
+
+Beside it, columns that by themselves say what the label is are looked for (`determined_label`).
 """
 
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,12 @@ from manyhands.data.columns.hashing import Hashes, hash_rows, near
 from manyhands.data.columns.schema import ID
 from manyhands.data.mapreduce.external_shuffle import bucket_of
 from manyhands.data.sources.staging import read_piece
+from manyhands.data.splitting.determined_label import (
+    LabelSample,
+    determining,
+    joined,
+    sample_of,
+)
 from manyhands.data.splitting.leakage import LeakageReport, shared
 from manyhands.data.splitting.linked_records import KeyLinks, linked, linking
 from manyhands.data.splitting.split_rule import NOWHERE, SplitRule, assign, instants, keys
@@ -48,6 +57,8 @@ class Names(msgspec.Struct, frozen=True):
     id: str = ""
     group: str = ""
     label: str = ""
+    inputs: tuple[str, ...] = ()
+    """What a model will learn the label from."""
 
 
 class Divided(msgspec.Struct, frozen=True):
@@ -78,6 +89,8 @@ class Division:
     pieces: list[Divided]
     report: LeakageReport
     names: Names
+    notes: list[str]
+    """What people should know of the label."""
 
 
 def contents(table: pa.Table, names: Names) -> Hashes:
@@ -146,6 +159,8 @@ def divide(
         [_entries(k, found, splits) for k, found in enumerate(told_apart) if found is not None]
     )
     _save_parts(stem, entries, entries["hash"], parts)
+    if names.label and names.inputs:
+        _save_sample(stem, sample_of(table, hashes, names.label, names.inputs))
     count = len(rule.names)
     placed = splits[splits != NOWHERE]
     rows: list[int] = np.bincount(placed, minlength=count).tolist()
@@ -189,6 +204,23 @@ def leaks(stems: Sequence[str], part: int) -> Leaks:
     entries = entries[entries["split"] != NOWHERE]
     of_kind = [entries[entries["kind"] == k] for k in range(len(KINDS))]
     return Leaks([shared(found["hash"], found["split"]) for found in of_kind])
+
+
+def determined_by(stems: Sequence[str], names: Names) -> tuple[Mapping[str, str], int]:
+    """The columns that determine the label, in which way, and in how many records."""
+    sample = reduce(joined, map(_load_sample, stems))
+    return determining(sample, names.inputs), len(sample.labels)
+
+
+def _save_sample(stem: str, sample: LabelSample) -> None:
+    buffer = io.BytesIO()
+    np.savez(buffer, **sample.dump())
+    write_whole(Path(f"{stem}.sample"), buffer.getvalue())
+
+
+def _load_sample(stem: str) -> LabelSample:
+    with np.load(f"{stem}.sample", allow_pickle=False) as arrays:
+        return LabelSample(**arrays)
 
 
 # ---- arrays on disk, in partitions by hash

@@ -3,7 +3,8 @@
 
     plan      the files are cut in chunks
     stage     chunks → typed pieces on disk; every bad record is named
-    divide    every record gets its split; nothing leaks, and that is counted
+    divide    every record gets its split; what splits share is counted, and a column that gives
+              the label away is looked for
     fit       encoders learn from the training records only
     apply     pieces are encoded and spilled, grouped by shard
     shuffle   each shard is gathered and sorted by its records' keys
@@ -128,10 +129,13 @@ def _make(prep: Preparation, sources: Sequence[Source]) -> Manifest:
     bad = _left_out(prep, pieces, division, made[0].refused)
     lineage = _lineage(prep, pieces, division, len(bad))
     finished = [
-        msgspec.structs.replace(m.manifest, lineage=lineage | m.manifest.lineage) for m in made
+        msgspec.structs.replace(m.manifest, lineage=lineage | _with(division.notes, m.manifest))
+        for m in made
     ]
-    for k, manifest in enumerate(finished):
-        for note in manifest.lineage["notes"]:
+    for note in division.notes:
+        prep.note(note)
+    for k, m in enumerate(made):
+        for note in m.manifest.lineage["notes"]:
             prep.note(f"fold {k}: {note}" if recipe.folds else note)
     if bad:
         lines = b"".join(msgspec.json.encode(b) + b"\n" for b in bad)
@@ -158,6 +162,10 @@ def _make(prep: Preparation, sources: Sequence[Source]) -> Manifest:
 
 
 # ---- what is told of it
+
+
+def _with(notes: Sequence[str], manifest: Manifest) -> dict[str, Any]:
+    return manifest.lineage | {"notes": [*notes, *manifest.lineage["notes"]]}
 
 
 def _left_out(

@@ -19,6 +19,7 @@ from manyhands.data.splitting.split_rule import SplitRule, refuse_empty
 from manyhands.data.statistics.exact_quantiles import Quantile
 from manyhands.values.errors import DataError
 
+_LEARNT_FROM = ("feature", "text")
 _ENTRY_BYTES = 160
 """Of memory, for each record and thing by which it is told apart: the search for leaks takes 64,
 and a process has to live."""
@@ -28,7 +29,8 @@ def divide_all(prep: Preparation, pieces: Pieces, rule: SplitRule) -> Division:
     schema, paths, runner = pieces.schema, pieces.paths, prep.runner
     by_role = {c.role: c.name for c in reversed(schema)}
     group = rule.column if rule.kind == "group" else by_role.get("group", "")
-    names = Names(by_role.get("id", ""), group, by_role.get("label", ""))
+    inputs = [c.name for c in schema if c.role in _LEARNT_FROM and c.name not in _unused(prep)]
+    names = Names(by_role.get("id", ""), group, by_role.get("label", ""), tuple(inputs))
     if rule.column and rule.column not in pieces.types:
         there = ", ".join(pieces.types)
         raise DataError(f"split by '{rule.column}': there is no such column; there are {there}.")
@@ -70,7 +72,22 @@ def divide_all(prep: Preparation, pieces: Pieces, rule: SplitRule) -> Division:
     refuse_empty(rule, dict(zip(rule.names, counts, strict=True)))
     if report.advice:
         prep.note(f"warning: {report.advice}")
-    return Division(rule, stems, divided, report, names)
+    notes = _of_the_label(stems, names) if names.label and names.inputs else []
+    return Division(rule, stems, divided, report, names, notes)
+
+
+def _unused(prep: Preparation) -> list[str]:
+    return [name for name, how in prep.recipe.encode.items() if how == "drop"]
+
+
+def _of_the_label(stems: Sequence[str], names: Names) -> list[str]:
+    found, records = assign_splits.determined_by(stems, names)
+    return [
+        f"warning: column '{name}' by itself determines the label '{names.label}': in all "
+        f"{records:,} different records that were looked at, {how}. If it is not known when the "
+        f"model is used, it gives the label away: --drop {name}"
+        for name, how in found.items()
+    ]
 
 
 def _links(
