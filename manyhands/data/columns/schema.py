@@ -85,6 +85,10 @@ def type_of(name: str) -> pa.DataType:
     name = name.strip()
     if form_of(name):
         return _TYPES["time"]
+    if ":" in name and ("<" in name or "[" in name):
+        raise DataError(
+            f"'{name}': only for times that are no lists can it be said how to read them."
+        )
     if name.startswith("list<") and name.endswith(">"):
         return pa.list_(type_of(name[5:-1]))
     inner, bracket, size = name.partition("[")

@@ -33,7 +33,7 @@ from manyhands.data.preparing.progress_bars import bars
 from manyhands.data.preparing.recipe import recipe_of, refuse_finished
 from manyhands.data.preparing.split_pieces import divide_all
 from manyhands.data.preparing.stage_pieces import Pieces, group_of, stage_all
-from manyhands.data.preparing.work_folder import claim, sweep_drafts, tidy, work_folder
+from manyhands.data.preparing.work_folder import SPOOL, claim, sweep_drafts, tidy, work_folder
 from manyhands.data.shards.manifest import Manifest, write_manifest
 from manyhands.data.sources.cutting.source import Bad, Source
 from manyhands.data.sources.formats.python_iterable import Spooled
@@ -65,7 +65,7 @@ def prepare(request: PrepareRequest, executor: Executor | None = None) -> Manife
         raise
     quiet = request.quiet
     with work_folder(folder, restart=request.restart) as work, bars(quiet=quiet) as progress:
-        spool, target = work / "spool", target_bytes(limit)
+        spool, target = work / SPOOL, target_bytes(limit)
         opened = open_sources(request.sources, options, spool=spool, target=target)
         target = target_bytes(limit, _size_of(opened))
         key = recipe.digest(options, target, *_facts(opened))

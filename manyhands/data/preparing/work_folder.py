@@ -17,7 +17,8 @@ from manyhands.data.preparing.recipe import refuse_finished
 from manyhands.values.errors import DataError, DataTaskFailed
 from manyhands.values.run_folder import write_whole
 
-WORK = ".work"
+WORK, SPOOL = ".work", "spool"
+"""What an iterable gave is written down before it is known whether it belongs to the same work."""
 _LOCK, _REFUSED = ".lock", "refused"
 
 
@@ -87,9 +88,11 @@ def sweep_drafts(folder: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _forget(work: Path) -> None:
+def _forget(work: Path, *, but: str = "") -> None:
     """Everything but the lock, which we hold."""
     for path in work.iterdir():
+        if path.name == but:
+            continue
         if path.is_dir():
             shutil.rmtree(path)
         elif path.name != _LOCK:
@@ -106,6 +109,6 @@ def claim(work: Path, key: str, folder: Path) -> None:
                 "have changed since. Give the same command again to finish it, or --restart to "
                 "forget it."
             )
-        _forget(work)
+        _forget(work, but=SPOOL)
     (work / _REFUSED).unlink(missing_ok=True)
     write_whole(mark, key)

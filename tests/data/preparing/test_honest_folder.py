@@ -180,3 +180,13 @@ def test_a_word_for_nothing_changes_no_type(tmp_path: Path, beside: Any, how: st
     text = "string" if how == "python" else "time"  # whose values have types already
     kinds = {int: "int64", float: "float64", bool: "bool", str: text, list: "list<int64>"}
     assert types["x"] == kinds[type(beside)]
+
+
+def test_what_was_refused_can_be_asked_for_otherwise(tmp_path: Path) -> None:
+    """Records that Python makes are written down before the rest of the old work is forgotten."""
+    rows = [{"n": i, "when": "03/04/2024", "y": i % 2} for i in range(50)]
+    for kind in ("int", "time"):
+        with pytest.raises(DataError):
+            mh.prepare(rows, tmp_path / "out", label="y", workers=1, types={"when": kind})
+    mh.prepare(rows, tmp_path / "out", label="y", workers=1, types={"when": "time:dmy"})
+    assert not (tmp_path / "out" / ".work").exists()

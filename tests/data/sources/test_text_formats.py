@@ -524,6 +524,11 @@ def test_times_in_a_form_that_is_said(form: str, texts: list[str], want: datetim
     assert all_times(pa.array(texts), form).to_pylist() == [want] * len(texts)
 
 
+def test_only_single_times_have_a_form() -> None:
+    with pytest.raises(DataError, match="no lists"):
+        type_of("list<time:dmy>")
+
+
 @pytest.mark.parametrize("form", ["ymd", "%d/%m", "%Q", "%d/%m/%Y %d", "%Y %y %m %d", "%d/%m/%Y%"])
 def test_forms_that_say_no_moment_are_refused(form: str) -> None:
     with pytest.raises(DataError, match=r"%d/%m/%Y|must name year"):
