@@ -35,6 +35,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name != "test_docs.py")
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What tests have to tell even if all is well: `record_property("told", ...)`."""
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            for key, text in getattr(report, "user_properties", ()):
+                if key == "told" and report.when == "call":
+                    terminalreporter.write_line(str(text))
+
+
 @pytest.fixture(scope="session")
 def launcher() -> Iterator[Launcher]:
     """One host agent for all tests: it has imported torch once, workers are forked from it."""

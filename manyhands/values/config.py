@@ -59,9 +59,9 @@ class TrainConfig:
     """Threads in each worker. Part of the result: it changes how a matrix product is rounded."""
 
     portable: bool = setting(False, "weights")
-    """Compute with kernels that every x86-64-v3 processor has (AVX2 and FMA: all of the last ten
-    years), so that hosts of one maker's unlike processors compute alike. Between Intel and AMD that
-    is not so yet. Slower, and part of the result: these bits are not those of a run without it."""
+    """Compute with kernels that give the same bits on every x86-64-v3 processor (AVX2 and FMA: all
+    of the last ten years), whoever made it, so that unlike hosts compute alike. Slower, and part of
+    the result: these bits are not those of a run without it. In fp32 only."""
 
     unlike: Literal["refuse", "warn"] = setting("refuse", "nothing")
     """A host that computes other bits than the first one, because its processor has other kernels,
@@ -121,6 +121,11 @@ class TrainConfig:
             raise ConfigError(
                 'train.precision = "fp16" needs a loss scaler, whose skipped steps are not exact '
                 'yet. Use "bf16" (same speed where the hardware has it, no scaler) or "fp32".'
+            )
+        if self.portable and self.precision != "fp32":
+            raise ConfigError(
+                f'train.portable = true does not hold with train.precision = "{self.precision}": '
+                'torch chooses products in it by the processor. Use "fp32".'
             )
         if self.device == "cpu" and self.collective == "nccl":
             raise ConfigError(

@@ -21,6 +21,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from manyhands.training.compute.portable_functions import replace_functions
+from manyhands.training.compute.portable_products import replace_products
+from manyhands.training.compute.replaced_kernels import KernelSet
 from manyhands.values.environment import PORTABLE, variables
 from manyhands.values.errors import RequestError
 from manyhands.values.kernels import Kernels
@@ -43,16 +46,25 @@ def kernels_here(*, portable: bool, bf16: bool) -> Kernels:
     return Kernels(processor(), capability, str(torch.__version__), marks, portable)
 
 
+_fixed: list[KernelSet] = []
+
+
 def fix_kernels() -> None:
     """Compute with what every x86-64-v3 processor has, from now on; raises where that fails.
 
     The environment is as before afterwards: processes started from here choose for themselves.
     """
+    if _fixed:
+        return
     with variables(PORTABLE):
         for compute in (_products, _convolutions):
             compute()  # now each library has chosen
     if (problem := _not_fixed()) is not None:
         raise RequestError(f"train.portable: {problem}")
+    kernels = KernelSet()
+    replace_functions(kernels)
+    replace_products(kernels)
+    _fixed.append(kernels)
 
 
 def _not_fixed() -> str | None:
@@ -60,6 +72,8 @@ def _not_fixed() -> str | None:
         return f"it fixes the kernels of x86-64-v3 processors, and this one is {processor()}."
     if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):
         return "this torch was built without MKL or oneDNN; use one from PyPI."
+    if not KernelSet.possible():
+        return f"torch {torch.__version__} has no torch.library.get_kernel; install a newer one."
     capability = torch.backends.cpu.get_cpu_capability()
     if capability in ("DEFAULT", "NO AVX"):
         return f"{processor()} has no AVX2 and FMA (x86-64-v3)."
@@ -89,12 +103,13 @@ def _mark(results: Iterable[Tensor]) -> str:
 
 
 def _numbers(seed: int, *shape: int) -> Tensor:
-    """Exact in float32, between -1 and 1, and of both signs; no generator is asked."""
+    """Between -1 and 1, of both signs, and with all the digits that float32 has, so that every sum
+    of products is rounded; no generator is asked."""
     count = 1
     for size in shape:
         count *= size
     whole = (torch.arange(count) * 7919 + seed * 104729) % 1009 - 504
-    return (whole.to(torch.float32) / 512).view(shape)
+    return (whole.to(torch.float32) / 509).view(shape)
 
 
 def _products() -> list[Tensor]:
@@ -104,6 +119,7 @@ def _products() -> list[Tensor]:
         _numbers(3, 101, 257) @ _numbers(4, 257),
         torch.bmm(_numbers(5, 3, 17, 33), _numbers(6, 3, 33, 9)),
         torch.addmm(_numbers(7, 53), a, b),
+        _numbers(15, 71, 131) @ _numbers(16, 131, 73),  # large, if portable
     ]
 
 
