@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Several hosts, as network namespaces of this machine: speed, overlap, and losing hands.
 
-    python benchmarks/hosts.py [--quick] [--only speed,overlap,recovery] [--rounds 3] [--json FILE]
+    python benchmarks/hosts.py [--quick] [--only speed,overlap,recovery,encrypt] [--rounds 3]
+        [--works mlp,gpt] [--json FILE]
 
 speed: samples/s of the steady state beside bare DDP over gloo under torchrun, with as many hosts
 and workers per host as the work's name says (mlp 2x1: two hosts with one worker each), over links
@@ -16,6 +17,10 @@ exchange (timed by itself, as a step of `Links` over the same link). Wanted: 0.8
 recovery: three hosts of one worker; seconds from the act to the next step that is done, as the
 driver hears of it (heartbeats come every 0.25 s): kill -9 of a worker on another host, a host that
 is cut off and killed whole, a link that is cut for ever. Default settings.
+
+encrypt (only if asked for): samples/s with `train.encrypt` (manyhands) and without (plain), which
+take turns within each round, the other first in every second one. Ratios are to plain; wanted:
+0.95, the cost at which it could be on by itself.
 """
 
 import itertools
@@ -71,6 +76,15 @@ TARGETS.update(
         (f"{work} 2x1 {link}", "gain"): Wanted("≥", 0.8, of_ratio=False)
         for work in STEPS_OF_OVERLAP
         for link in SLOW
+    }
+)
+SEALED = "sealed"
+TARGETS.update(
+    {
+        (f"{name_of(work, shape, link)} {SEALED}", "samples_per_s"): Wanted("≥", 0.95)
+        for work in STEPS
+        for shape in SHAPES
+        for link in LINKS
     }
 )
 
@@ -171,6 +185,23 @@ def speed(samples: rows.Samples, rounds: int, *, quick: bool, works: Sequence[st
                             key = (name, contestant, "samples_per_s")
                             samples.setdefault(key, []).append(found)
                             console.print(f"{name}  {contestant:<10} {found:,.0f} samples/s")
+
+
+# ---- encrypt
+
+
+def encrypt(samples: rows.Samples, rounds: int, *, quick: bool, works: Sequence[str]) -> None:
+    for shape, (link, mbit) in itertools.product(SHAPES, LINKS.items()):
+        with Network(hosts=shape[0]) as net:
+            net.limit(mbit)
+            for work, turn in itertools.product(works, range(rounds)):
+                steps = max(4, STEPS[work] // 5) if quick else STEPS[work]
+                name = f"{name_of(work, shape, link)} {SEALED}"
+                for contestant in ("plain", "manyhands")[:: -1 if turn % 2 else 1]:
+                    sealed = f"train.encrypt={'true' if contestant == 'manyhands' else 'false'}"
+                    found = samples_per_s(net, contestant, work, shape[1], steps, sealed)
+                    samples.setdefault((name, contestant, "samples_per_s"), []).append(found)
+                    console.print(f"{name}  {contestant:<10} {found:,.0f} samples/s")
 
 
 # ---- overlap
@@ -338,6 +369,8 @@ class Diary:
 
 def reference(metric: str, values: Mapping[str, float]) -> float | None:
     if metric == "samples_per_s":
+        if "plain" in values:
+            return values["plain"]
         return max((values[c] for c in ("ddp", "ddp-fused") if c in values), default=None)
     return None
 
@@ -358,6 +391,8 @@ def main() -> None:
         overlap(samples, rounds, quick=asked.quick)
     if "recovery" in parts:
         recovery(samples, rounds)
+    if "encrypt" in parts:
+        encrypt(samples, rounds, quick=asked.quick, works=asked.works.split(","))
     rows.report(rows.summarise(samples, reference), METRICS, TARGETS, asked.json)
 
 
