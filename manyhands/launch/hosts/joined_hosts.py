@@ -208,6 +208,11 @@ class JoinedHosts:
         room = f"{here.slots} worker{'s' * (here.slots != 1)}"
         return HostNews(here.name, f"has joined, with room for {room}")
 
+    def refusals(self) -> str:
+        """Who was turned away and why, in sentences."""
+        told = [f"Host {name} was turned away: {why}" for name, why in self.refused.items()]
+        return " ".join(told)
+
     def place(self, taken: Counter[str], fds: tuple[int, int]) -> WorkerPlace:
         """On the host with the largest part of its slots free; this one among equals. `taken` are
         the workers of each host, `fds` the memory of this one."""

@@ -63,12 +63,11 @@ class ManyHosts:
             alive()
             if time.monotonic() > deadline:
                 names = ", ".join(h.guest.here.name for h in others.values()) or "none"
-                refused = [f"Host {n} was turned away: {p}" for n, p in self.hosts.refused.items()]
                 where = f"{listening.shown}:{self.hosts.server.port}"
                 look = f"Look at the others: can they reach this host at {where}?"
                 raise RequestError(
                     f"{len(others)} of {count} hosts have joined within {patience_s:.0f} s "
-                    f"({names}). {' '.join(refused) or look}"
+                    f"({names}). {self.hosts.refusals() or look}"
                 )
             self.selector.select(0.1)
 

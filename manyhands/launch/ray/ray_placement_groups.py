@@ -170,13 +170,16 @@ class RayHosts:
         while self._here() < least:
             self.told += [sign for sign in self.launcher.poll() if isinstance(sign, HostNews)]
             if self.failures >= FAILURES or time.monotonic() > deadline:
-                why = f" The last host daemon ended so: {self.trouble}" if self.trouble else ""
                 raise RequestError(
-                    f"room for {self._here()} of {least} workers has joined from Ray. Have its "
-                    f"nodes manyhands, and do they reach {self.hosts.listening.shown}:"
-                    f"{self.hosts.server.port}?{why}"
+                    f"room for {self._here()} of {least} workers has joined from Ray. "
+                    + (self.hosts.refusals() or self._what_may_be())
                 )
             self.launcher.selector.select(0.05)
+
+    def _what_may_be(self) -> str:
+        where = f"{self.hosts.listening.shown}:{self.hosts.server.port}"
+        why = f" The last host daemon ended so: {self.trouble}" if self.trouble else ""
+        return f"Have its nodes manyhands, and do they reach {where}?{why}"
 
     def _here(self) -> int:
         return sum(host.guest.here.slots for host in self.hosts.others.values())
