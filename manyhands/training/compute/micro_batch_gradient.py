@@ -47,6 +47,12 @@ def compute(
     device = next((p.device.type for p in model.parameters()), "cpu")
     with torch.autocast(device, dtype=torch.bfloat16, enabled=precision == "bf16"):
         value, weight, numbers = read_loss(loss(model, micro_batch.batch))
+    if not value.requires_grad:
+        raise TaskError(
+            "the loss does not depend on any weight that is trained: it was detached, computed "
+            "under torch.no_grad() or from numbers, or all weights are frozen. Return it as "
+            "computed from what the model returned."
+        )
     scale = micro_batch.share if weight is None else weight
     # Not value.backward(gradient=scale): checking its shape makes torch import sympy (0.6 s).
     with during or nullcontext():

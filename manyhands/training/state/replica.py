@@ -214,4 +214,10 @@ def build_model(model: Any) -> Module:
     built = model if isinstance(model, Module) else model()
     if not isinstance(built, Module):
         raise TaskError(f"Task: model built {type(built).__name__}, not a torch.nn.Module.")
+    without = [name for name, t in (*built.named_parameters(), *built.named_buffers()) if t.is_meta]
+    if without:
+        raise TaskError(
+            f"Task: {without[0]} of the model is on the meta device and has no values. Build the "
+            "model on the CPU, or call model.to_empty(device='cpu') and initialize it."
+        )
     return built
