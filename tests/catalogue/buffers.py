@@ -66,6 +66,8 @@ CASES = [
          model=row_norm(lambda: nn.BatchNorm1d(8))),
     Case("batch-norm-2d", "The same over pictures.",
          model=conv_norm(lambda: nn.BatchNorm2d(4)), data=P),
+    Case("batch-norm-3d", "And over films.", model=lambda: nn.Sequential(
+             nn.Unflatten(2, (2, 2)), nn.BatchNorm3d(3), nn.Flatten(), nn.Linear(48, 3)), data=P),
     Case("batch-norm-average", "momentum=None is a plain average over all calls.",
          model=row_norm(lambda: nn.BatchNorm1d(8, momentum=None))),
     Case("batch-norm-untracked", "No running statistics.",

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tests.catalogue.building import HEAD, linear, net
 from tests.catalogue.case import Case
@@ -187,6 +187,29 @@ TORCH = {
     "adafactor": made(optim.Adafactor, lr=1e-2),
 }
 
+
+def grouped(kind: Any, **settings: Any) -> Any:
+    """Two groups with settings of their own."""
+
+    def make(model: nn.Module) -> Any:
+        own = {"momentum": 0.9} if kind is optim.SGD else {"betas": (0.7, 0.9), "eps": 1e-4}
+        first, *rest = model.parameters()
+        groups = [{"params": [first], "lr": 0.05, **own}, {"params": rest, "weight_decay": 0.1}]
+        return kind(groups, lr=0.01, **settings)
+
+    return make
+
+
+def late(m: Any, x: Tensor) -> Tensor:
+    """`other` is used by micro-batches of some steps alone."""
+    hidden = torch.tanh(m.first(x))
+    if len(x) == 3 and float(x[0, 0]) > 0.9:
+        hidden = hidden + m.other(x)
+    return m.head(hidden)
+
+
+WIDE_SOMETIMES = net(late, first=linear(6, 3001), other=linear(6, 3001), head=linear(3001, 3))
+
 CASES = [
     *(Case(name, f"torch.optim: {name}, with layers that some steps leave out.",
            model=SOMETIMES, optimizer=optimizer) for name, optimizer in TORCH.items()),
@@ -214,6 +237,15 @@ CASES = [
     Case("own-lion", "setdefault in the state.", optimizer=made(Lion), model=SOMETIMES),
     Case("own-subclass", "A subclass of torch's.", optimizer=made(Sub, lr=1e-2)),
     Case("own-noisy", "Random numbers in the step, whoever takes it.", optimizer=made(Noisy)),
+    Case("fused-late", "Fused: weights that some steps do not use, in several blocks.",
+         optimizer=made(optim.AdamW, lr=1e-2, fused=True), model=WIDE_SOMETIMES),
+    Case("fused-groups-and-betas", "Fused: groups, and a schedule that changes their betas.",
+         optimizer=grouped(optim.AdamW, fused=True), model=WIDE_SOMETIMES,
+         schedule=lambda o: optim.lr_scheduler.OneCycleLR(o, max_lr=[0.05, 0.01], total_steps=12)),
+    Case("momentum-late", "Momentum that begins when a weight is first used.",
+         optimizer=made(optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01), model=WIDE_SOMETIMES),
+    Case("momentum-in-one-group", "One group with momentum, one without.",
+         optimizer=grouped(optim.SGD, momentum=0), model=WIDE_SOMETIMES),
     Case("step-hook", "Weights are limited after the step.", optimizer=hooked, slow=True),
     Case("lookahead", "An optimizer around another, with one state for both.",
          optimizer=lambda m: Lookahead(optim.Adam(m.parameters(), lr=1e-2)), slow=True),

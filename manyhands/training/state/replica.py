@@ -214,6 +214,12 @@ def build_model(model: Any) -> Module:
     built = model if isinstance(model, Module) else model()
     if not isinstance(built, Module):
         raise TaskError(f"Task: model built {type(built).__name__}, not a torch.nn.Module.")
+    for path, module in built.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise TaskError(
+                f"Task: {path or 'the model'} went through torch.jit.script or torch.jit.trace, "
+                "whose modules keep their weights to themselves. Give the module as it was before."
+            )
     without = [name for name, t in (*built.named_parameters(), *built.named_buffers()) if t.is_meta]
     if without:
         raise TaskError(
