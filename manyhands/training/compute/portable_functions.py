@@ -50,10 +50,36 @@ def _sqrt(x: Tensor) -> Tensor:
 
 def _log(x: Tensor) -> Tensor:
     """In double precision, of which log1p is not MKL's."""
+    mantissa, exponent = _parts(x)
+    return torch.log1p(mantissa - 1) + exponent * math.log(2)
+
+
+def _log2(x: Tensor) -> Tensor:
+    """In double precision; whole where it is a whole number."""
+    mantissa, exponent = _parts(x)
+    return torch.log1p(mantissa - 1) * math.log2(math.e) + exponent
+
+
+def _log10(x: Tensor) -> Tensor:
+    """In double precision; whole for the powers of ten, which no product of ours hits by itself."""
+    found = _log(x) * math.log10(math.e)
+    nearest = found.nan_to_num(posinf=0, neginf=0).round().clamp(-_MOST_TENS, _MOST_TENS)
+    is_power = _TENS[(nearest + _MOST_TENS).long()] == x
+    return torch.where(is_power, nearest, found)
+
+
+_MOST_TENS = 307
+_TENS = torch.tensor(
+    [float(f"1e{k}") for k in range(-_MOST_TENS, _MOST_TENS + 1)], dtype=_DOUBLE[0]
+)
+
+
+def _parts(x: Tensor) -> tuple[Tensor, Tensor]:
+    """A mantissa near 1, which is exactly 1 for powers of two, and its exponent."""
     mantissa, exponent = torch.frexp(x)  # from 0.5 to 1
     low = mantissa < math.sqrt(0.5)
-    mantissa, exponent = torch.where(low, mantissa * 2, mantissa), exponent - low.to(exponent.dtype)
-    return torch.log1p(mantissa - 1) + exponent.to(x.dtype) * math.log(2)
+    exponent = (exponent - low.to(exponent.dtype)).to(x.dtype)
+    return torch.where(low, mantissa * 2, mantissa), exponent
 
 
 def _log_softmax(
@@ -77,8 +103,8 @@ _EXACT: dict[str, tuple[tuple[torch.dtype, ...], Callable[[Tensor], Tensor]]] = 
     "asin": (_BOTH, lambda x: torch.atan2(x.clone(), _cathetus(x))),
     "acos": (_BOTH, lambda x: torch.atan2(_cathetus(x), x.clone())),
     "atan": (_BOTH, lambda x: torch.atan2(x.clone(), torch.ones_like(x))),
-    "log2": (_BOTH, lambda x: torch.log(x) * math.log2(math.e)),
-    "log10": (_BOTH, lambda x: torch.log(x) * math.log10(math.e)),
+    "log2": (_BOTH, lambda x: _log2(x.double()).to(x.dtype)),
+    "log10": (_BOTH, lambda x: _log10(x.double()).to(x.dtype)),
     "log": (_DOUBLE, _log),
 }
 

@@ -31,7 +31,9 @@ def replace_products(kernels: KernelSet) -> None:
     kernels.replace("bmm.out", _bmm_out)
 
 
-def _large(a: Tensor, b: Tensor) -> bool:
+def _large(a: Tensor, b: Tensor, dims: int = 2) -> bool:
+    if not a.dim() == b.dim() == dims:
+        return False  # torch says what is wrong
     single = a.dtype == b.dtype == torch.float32
     plain = a.layout == b.layout == torch.strided
     if not (single and plain and a.shape[-1] == b.shape[-2]):
@@ -110,14 +112,14 @@ def _addmm_(
 
 
 def _bmm(original: Callable[..., Any], a: Tensor, b: Tensor) -> Any:
-    if not _large(a, b) or a.shape[0] != b.shape[0]:
+    if not _large(a, b, 3) or a.shape[0] != b.shape[0]:
         return original(a, b)
     found = a.new_empty(a.shape[0], a.shape[1], b.shape[2])
     return _fill(found, a, b)
 
 
 def _bmm_out(original: Callable[..., Any], a: Tensor, b: Tensor, out: Tensor) -> Any:
-    if not _large(a, b) or a.shape[0] != b.shape[0] or out.dtype != torch.float32:
+    if not _large(a, b, 3) or a.shape[0] != b.shape[0] or out.dtype != torch.float32:
         return original(a, b, out)
     return put(_bmm(original, a, b), out)
 

@@ -175,6 +175,7 @@ INLINE void pass(const struct span *spans, int64_t count, int64_t step, const st
             s->done[b] = step + 1;
             IN_ORDER;
             head[STATE] = IDLE;
+            IN_ORDER; /* the next block's words */
         }
     }
 }

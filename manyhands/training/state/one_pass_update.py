@@ -172,8 +172,10 @@ class OnePassUpdate:
             slots = [lane[span.start :] for lane in self._slots] if keeps else []
             entry.first, entry.second = _addresses(slots, 2)
             entry.lanes = sum(self._bits[: 1 + len(slots)])
-            # Who finishes this for us may have to begin at any of its blocks.
-            exists[entry.number : entry.number - (-entry.size // layout.BLOCK)] = int(keeps)
+            # Who finishes this for us may have to begin at any of its blocks. (What was made before
+            # momentum became 0 is kept, as torch keeps it.)
+            first, count = entry.number, -(-entry.size // layout.BLOCK)
+            exists[first : first + count] = exists[first]
         return True
 
 
@@ -220,8 +222,8 @@ class _Trial:
 
     def __init__(self, kind: type, settings: Mapping[str, Any]) -> None:
         made = torch.Generator().manual_seed(12)
-        scales = [torch.randn(size, generator=made).exp() for size in _SIZES]
-        weights = [torch.randn(size, generator=made).requires_grad_() for size in _SIZES]
+        scales = [torch.randn(size, generator=made, dtype=F32).exp() for size in _SIZES]
+        weights = [torch.randn(size, generator=made, dtype=F32).requires_grad_() for size in _SIZES]
         optimizer = kind(weights, **settings)
         of_group = numbers(kind, optimizer.param_groups[0])
         assert of_group is not None
@@ -230,7 +232,7 @@ class _Trial:
         self.states = [self._state(optimizer, weights)]
         for _ in range(1 + self.STEPS):
             self.gradients.append(
-                [torch.randn(len(scale), generator=made) * scale for scale in scales]
+                [torch.randn(len(s), generator=made, dtype=F32) * s for s in scales]
             )
             for weight, gradient in zip(weights, self.gradients[-1], strict=True):
                 weight.grad = gradient
@@ -250,7 +252,7 @@ class _Trial:
         """From the state after torch's first step on, which makes what it keeps."""
         state = [[tensor.clone() for tensor in of] for of in self.states[1]]
         done, head = torch.zeros(1, dtype=torch.int64), torch.zeros(HEAD_WORDS, dtype=torch.int64)
-        copies = [torch.empty(max(_SIZES)) for _ in range(3)]
+        copies = [torch.empty(max(_SIZES), dtype=F32) for _ in range(3)]
         undo = _Undo(head.data_ptr(), *_addresses(copies, 3), max(_SIZES))  # one block each
         for gradients, expected in zip(self.gradients[1:], self.states[2:], strict=True):
             spans = (_Span * len(state))()

@@ -268,11 +268,22 @@ class ShardedOptimizer:
             work.settled.add(k)
             here = block_of(self.layout, span)
             for key, value in state.items():
+                self._refuse_what_comes_late(span, key, value)
                 home = self._home(key, span)
                 if home is not None and isinstance(value, Tensor) and value is not home:
                     home.copy_(value)
                     state[key] = home
             self.undo_log.exists[here] = 1
+
+    def _refuse_what_comes_late(self, span: Span, key: str, value: KeptValue | None) -> None:
+        group = self._group_of.get(id(self.parameters[span.piece.name]))
+        known = () if group is None else self.kept.by_group[group][span.piece.dtype]
+        if isinstance(value, Tensor) and key not in known:
+            raise OptimizerRefused(
+                f"{type(self.users).__name__} has begun to keep '{key}', which it did not when the "
+                "run began; there is no place for it that outlives a worker. Was momentum 0 then? "
+                "Begin with one above 0, however small."
+            )
 
     def _home(self, key: str, span: Span) -> Tensor | None:
         if key in self.undo_log.scalars:

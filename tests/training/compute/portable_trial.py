@@ -109,13 +109,33 @@ def check_products() -> None:
         trained = a.clone().requires_grad_()
         (slope,) = torch.autograd.grad((trained @ b).sum(), trained)
         assert torch.allclose(slope, b.sum(1).expand(m, 150), **near)
-    for wrong in (lambda: numbers(120, 150) @ numbers(120, 150),):
+    few = numbers(150)
+    for wrong, told in (
+        (lambda: numbers(120, 150) @ numbers(120, 150), "shapes cannot be multiplied"),
+        (lambda: torch.mm(few, numbers(150, 120)), "must be a matrix"),
+        (lambda: torch.bmm(numbers(9, 150), numbers(150, 9)), "must be a 3D tensor"),
+    ):
         try:
             wrong()
         except RuntimeError as error:
-            assert "shapes cannot be multiplied" in str(error)
+            assert told in str(error), error
         else:
             raise AssertionError("shapes that do not fit")
+
+
+def check_powers() -> None:
+    """Whole where plain torch's are, in single and in double precision."""
+    for dtype in (torch.float32, torch.float64):
+        twos = torch.arange(-126, 127)
+        assert torch.equal(torch.log2(2.0 ** twos.double()).to(dtype), twos.to(dtype))
+        assert torch.equal(torch.log2((2.0 ** twos.double()).to(dtype)), twos.to(dtype))
+        tens = torch.arange(-30, 31)
+        powers = torch.tensor([float(f"1e{k}") for k in tens.tolist()], dtype=dtype)
+        assert torch.equal(torch.log10(powers), tens.to(dtype))
+        edge = torch.tensor([0.0, -1.0, math.inf, math.nan, 1e-310, 3.0], dtype=dtype)
+        for found, right in ((torch.log2(edge), math.log2(3)), (torch.log10(edge), math.log10(3))):
+            assert found[0] == -math.inf and found[1].isnan() and found[2] == math.inf
+            assert found[3].isnan() and abs(float(found[5]) - right) < 1e-7
 
 
 def check_cholesky() -> None:
@@ -136,6 +156,7 @@ def main() -> None:
     check_sqrt()
     check_double_log_softmax()
     check_products()
+    check_powers()
     check_cholesky()
     print("all is well")
 

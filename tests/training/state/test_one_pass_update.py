@@ -19,6 +19,7 @@ from manyhands.training.state.layout import block_of, rest_of
 from manyhands.training.state.one_pass_update import Kernel, OnePassUpdate, kernel_for, numbers
 from manyhands.training.state.sharded_optimizer import one_thread
 from manyhands.values import native_library
+from manyhands.values.errors import OptimizerRefused
 from manyhands.values.native_library import why_not
 from tests.support.hands import Hand, Make, plain_state, segment, state_of
 from tests.support.single_steps import single_steps
@@ -98,6 +99,46 @@ def test_as_plain_torch_takes_them(made: tuple[type, dict[str, Any]], sizes: lis
             found = piece.view(hand.weights[torch.float32])
             assert torch.equal(found.view(torch.int32), parameter.detach().view(torch.int32)), name
         assert state_of([hand]) == plain_state(theirs, dict(plain.named_parameters()))
+
+
+@pytest.mark.parametrize("again", range(6))
+def test_momentum_that_passes_through_nothing_is_not_forgotten(again: int) -> None:
+    """Torch keeps what it has gathered while momentum is 0; so must whoever joins then."""
+    momentum = [0.9, 0.9, 0.0, 0.0, 0.9, 0.9]
+
+    def make(model: nn.Module) -> Any:
+        return o.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    plain = Some([40_000, 9])
+    theirs = make(plain)
+    with segment() as fd, one_thread():
+        hand = Hand(Some([40_000, 9]), make, fd)
+        hand.begin()
+        hand.join(0, 1, 0, fresh=True)
+        for step, value in enumerate(momentum):
+            for group in (*theirs.param_groups, *hand.users.param_groups):
+                group["momentum"] = value
+            made = torch.Generator().manual_seed(step)
+            found = [torch.randn(size, generator=made) for size in (40_000, 9)]
+            if step == again > 0:
+                hand.join(0, 1, step)
+            for parameter, gradient in zip(plain.parameters(), found, strict=True):
+                parameter.grad = gradient.clone()
+            theirs.step()
+            hand.step(found, step)
+        for parameter, piece in zip(plain.parameters(), hand.layout.trainable, strict=True):
+            assert torch.equal(piece.view(hand.weights[torch.float32]), parameter.detach())
+
+
+def test_momentum_that_begins_later_is_refused() -> None:
+    with segment() as fd, one_thread():
+        hand = Hand(Some([100]), MAKERS["sgd"], fd)
+        hand.begin()
+        hand.join(0, 1, 0, fresh=True)
+        hand.step([torch.ones(100)], 0)
+        hand.users.param_groups[0]["momentum"] = 0.9
+        with pytest.raises(OptimizerRefused, match=r"begun to keep 'momentum_buffer'.*above 0"):
+            hand.step([torch.ones(100)], 1)
 
 
 def test_it_is_used_from_the_second_step_on(monkeypatch: pytest.MonkeyPatch) -> None:
