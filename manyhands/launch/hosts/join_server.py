@@ -279,7 +279,10 @@ class JoinServer:
         match message:
             case Echo():
                 pass
-            case Want(offset=offset) if self._load is not None:
+            case Want() | Settled() if self._load is None or key in self._working:
+                pass  # of the run that is over: it was said before the host heard so
+            case Want(offset=offset):
+                assert self._load is not None
                 size = min(PIECE_BYTES, max(0, self._load.end - offset))
                 self._send(key, FilePiece(offset, os.pread(self._task_fd, size, offset)))
             case Settled():
