@@ -214,7 +214,7 @@ def determined_by(stems: Sequence[str], names: Names) -> tuple[Mapping[str, str]
 
 def _save_sample(stem: str, sample: LabelSample) -> None:
     buffer = io.BytesIO()
-    np.savez(buffer, allow_pickle=False, **sample.dump())
+    np.savez(buffer, **sample.dump())
     write_whole(Path(f"{stem}.sample"), buffer.getvalue())
 
 

@@ -106,3 +106,17 @@ def test_the_sample_does_not_depend_on_the_cuts() -> None:
         for name, values in whole.dump().items():
             assert np.array_equal(found.dump()[name], values, equal_nan=values.dtype.kind == "f")
     assert set(determining(whole, inputs)) == set(LEAKS)
+
+
+def test_a_sample_is_kept_by_every_numpy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To older ones every keyword of savez is an array."""
+    named: list[str] = []
+    savez = np.savez
+
+    def old(file: Any, **arrays: Any) -> None:
+        named.extend(arrays)
+        savez(file, **{name: np.asarray(array) for name, array in arrays.items()})
+
+    monkeypatch.setattr(np, "savez", old)
+    mh.prepare(pa.table(people(600)).to_pylist(), tmp_path / "out", label="label", workers=1)
+    assert named and "allow_pickle" not in named
