@@ -518,6 +518,16 @@ def test_values_of_many_kinds(tmp_path: Path) -> None:
     assert spool(values(2999), tmp_path / "a", 50_000).digest != source.digest
 
 
+def test_words_for_nothing_are_none_in_dicts_within_records_too(tmp_path: Path) -> None:
+    records = [{"a": {"b": "NA", "c": {"d": "?"}}}, {"a": {"b": 2, "c": {"d": "x"}}}]
+    source = spool(records, tmp_path, BIG, missing=("NA", "?"))
+    assert types_of(source) == {"a.b": "int64", "a.c.d": "string"}
+    assert everything(source)[0] == [
+        (0, {"a.b": None, "a.c.d": None}),
+        (1, {"a.b": 2, "a.c.d": "x"}),
+    ]
+
+
 def test_records_that_do_not_fit_are_bad(tmp_path: Path) -> None:
     def given_() -> Iterator[object]:
         for i in range(5000):

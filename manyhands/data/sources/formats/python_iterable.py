@@ -12,6 +12,7 @@ row or a Bad. `digest` is that of all files: it tells whether the same code gave
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import msgspec
 import numpy as np
@@ -133,6 +134,10 @@ class _SpoolWriter:
             self._close_batch()
 
     def _known(self, value: object) -> object:
+        """None for a word that means nothing, in dicts within dicts too: these become columns."""
+        if isinstance(value, dict):
+            inner = cast(dict[object, object], value)
+            return {name: self._known(within) for name, within in inner.items()}
         is_word = isinstance(value, str) and value.strip(_SPACE) in self._missing
         return None if is_word else value
 
