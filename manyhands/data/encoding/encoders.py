@@ -17,7 +17,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from manyhands.data.columns.array_types import Flags
-from manyhands.data.columns.arrays import compute, is_list, is_text, nulls, whole
+from manyhands.data.columns.arrays import is_list, is_text, nulls, whole
 from manyhands.data.columns.hashing import hash_values
 from manyhands.data.columns.schema import ID, Column, Schema, form_of, type_of
 from manyhands.data.encoding.column_facts import plain_numbers
@@ -42,7 +42,7 @@ from manyhands.data.encoding.pack_columns import pack
 from manyhands.data.encoding.scale_numbers import raw, scaled, stacked
 from manyhands.data.encoding.tokenize_text import byte_tokens, chars, shortened, token_lists, words
 from manyhands.data.encoding.vocabulary import KNOWN, MISSING, UNKNOWN, indices_of, places_of
-from manyhands.data.sources.values.dates_in_text import all_times
+from manyhands.data.sources.values.arrow_casting import convert
 from manyhands.values.errors import DataError
 
 
@@ -94,21 +94,19 @@ def _cast(name: str, values: pa.Array, type_name: str, *, safe: bool) -> pa.Arra
     kind = type_of(type_name)
     if values.type == kind:
         return values
-    if pa.types.is_timestamp(kind) and is_text(values.type):
-        return _times(name, values, type_name)
     try:
+        if pa.types.is_timestamp(kind) or is_text(values.type):
+            return _as_prepared(name, values, type_name)
         return values.cast(kind, safe=safe)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
         raise DataError(f"column '{name}' cannot be read as {kind}: {error}") from None
 
 
-def _times(name: str, texts: pa.Array, type_name: str) -> pa.Array:
-    """Text as the times that it meant when the data was prepared."""
-    texts = compute.utf8_trim_whitespace(texts)
-    found = all_times(texts, form_of(type_name))
-    wrong = compute.and_(texts.is_valid(), found.is_null())
-    if compute.any(wrong).as_py():
-        example = texts.filter(wrong)[0].as_py()
+def _as_prepared(name: str, values: pa.Array, type_name: str) -> pa.Array:
+    """Times, and what is written as text, as they were read when the data was prepared."""
+    found, wrong = convert(values, type_of(type_name), form_of(type_name))
+    if wrong:
+        example = values[wrong[0]].as_py()
         raise DataError(f"column '{name}' cannot be read as {type_name}: {example!r} is none")
     return found
 
@@ -315,10 +313,11 @@ def _needed(fit: Fitted) -> bool:
 
 def _array(name: str, values: Sequence[Any], type_name: str) -> pa.Array:
     kind = type_of(type_name)
-    try:
-        return pa.array(values, kind)
-    except (pa.ArrowInvalid, pa.ArrowTypeError):
-        pass
+    if not pa.types.is_timestamp(kind):  # Arrow takes any number for microseconds
+        try:
+            return pa.array(values, kind)
+        except (pa.ArrowInvalid, pa.ArrowTypeError):
+            pass
     try:
         found = pa.array(values)
     except (pa.ArrowInvalid, pa.ArrowTypeError) as error:

@@ -147,3 +147,59 @@ def test_text_stays_text_in_data_that_comes_later(tmp_path: Path) -> None:
         for v in read_table(tmp_path / "b" / f, manifest.schema)["zip"].to_pylist()
     }
     assert len(found) == 2 and max(found) > 1  # 007 is known, 008 is not
+
+
+@pytest.mark.parametrize("format", ["jsonl", "mixed.jsonl", "parquet"])
+def test_numbers_are_read_in_the_form_that_is_said(tmp_path: Path, format: str) -> None:
+    path = tmp_path / f"a.{format}"
+    rows: list[dict[str, Any]] = [{"n": i, "when": 20150101 + i, "y": i % 2} for i in range(20)]
+    if format == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        rows[3]["when"] = "20150104" if format == "mixed.jsonl" else rows[3]["when"]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    folder = prepared(path, tmp_path / "out", "time:%Y%m%d")
+    assert whens(folder) == {i: datetime(2015, 1, 1 + i) for i in range(20)}
+    encoders = Encoders.load(read_manifest(folder).encoders)
+    served = encoders.apply({"n": [1], "when": [20150101]}).column("when").to_pylist()
+    assert served == [1420070400000000]
+
+
+@pytest.mark.parametrize("format", ["jsonl", "parquet"])
+def test_a_fraction_has_no_form(tmp_path: Path, format: str) -> None:
+    path = tmp_path / f"a.{format}"
+    dates = [20150101.5 if format == "parquet" or i == 3 else 20150101 for i in range(20)]
+    rows = [{"n": i, "when": date, "y": i % 2} for i, date in enumerate(dates)]
+    if format == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(DataError, match=r"20150101\.5"):
+        prepared(path, tmp_path / "out", "time:%Y%m%d")
+
+
+def test_numbers_are_the_same_times_when_serving(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    given = [1420070400, 1420070400_000, 1420070400_000_000, 1420070400.5, None]
+    rows = [{"n": i, "when": when, "y": i % 2} for i, when in enumerate(given)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    folder = prepared(path, tmp_path / "out", missing={"when": "zero"})
+    encoders = Encoders.load(read_manifest(folder).encoders)
+    second = 1420070400_000_000
+    expected = [second, second, second, second + 500_000, 0]
+    for numbers in (given[:3], given):
+        whole = {"n": range(len(numbers)), "when": numbers}
+        for asked in (whole, pa.table({name: pa.array(c) for name, c in whole.items()})):
+            served = encoders.apply(asked).column("when").to_pylist()
+            assert served == expected[: len(numbers)]
+    moments = [datetime(2015, 1, 1), datetime(2015, 1, 1).date()]
+    for moment in moments:
+        served = encoders.apply({"n": [1], "when": [moment]}).column("when").to_pylist()
+        assert served == [second]
+
+
+def test_text_without_a_letter_is_missing_when_serving(tmp_path: Path) -> None:
+    folder = prepared(files_of(tmp_path / "raw", "13/04/2024"), tmp_path / "out")
+    encoders = Encoders.load(read_manifest(folder).encoders)
+    nothing = encoders.apply({"n": [None], "when": [None]})
+    assert encoders.apply({"n": [""], "when": [" "]}).equals(nothing)

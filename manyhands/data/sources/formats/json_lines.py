@@ -32,7 +32,7 @@ from manyhands.data.sources.cutting.source import Bad, Chunk, TablePiece, Types,
 from manyhands.data.sources.formats import sniffing
 from manyhands.data.sources.formats.line_files import UnusualText, line_chunks, line_pieces
 from manyhands.data.sources.values.date_order import is_undecided
-from manyhands.data.sources.values.dates_in_text import TIME, all_times, are_iso_times, epoch_times
+from manyhands.data.sources.values.dates_in_text import TIME, all_times, are_iso_times, number_times
 from manyhands.data.sources.values.json_values import (
     BadRecord,
     array_of,
@@ -250,7 +250,7 @@ def _as(column: pa.Array, kind: pa.DataType, form: str) -> pa.Array:
     if t.is_timestamp(kind) and (text or number):
         if is_undecided(column, kind, form):
             return column
-        made = (all_times(column, form) if text else epoch_times(column)).cast(kind)
+        made = (all_times(column, form) if text else number_times(column, form)).cast(kind)
     elif t.is_floating(kind) and number:
         made = without_minus_zero(column.cast(pa.float64(), safe=False)).cast(kind, safe=False)
     elif t.is_list(here) and t.is_list(kind) and t.is_floating(kind.value_type):

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from manyhands.data.columns.schema import plain
 from manyhands.data.sources.cutting.source import Bad, TablePiece, Types, form_asked
 from manyhands.data.sources.values.date_order import is_undecided
-from manyhands.data.sources.values.dates_in_text import all_times, epoch_times
+from manyhands.data.sources.values.dates_in_text import all_times, number_times
 from manyhands.data.sources.values.text_values import without_words
 from manyhands.values.errors import DataError
 
@@ -157,7 +157,7 @@ def cast(column: pa.Array, kind: pa.DataType, form: str = "") -> pa.Array:
     if pa.types.is_timestamp(kind) and pa.types.is_timestamp(source):
         return column.cast(kind, safe=source.unit != "ns")  # what is finer than ours is cut off
     if pa.types.is_timestamp(kind) and (_is_float(source) or pa.types.is_integer(source)):
-        return _all(epoch_times(column), column)
+        return _all(number_times(column, form), column)
     return pc.cast(column, options=pc.CastOptions(kind, allow_float_truncate=_is_float(kind)))
 
 

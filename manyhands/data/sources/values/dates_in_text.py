@@ -7,7 +7,7 @@ Every value is judged by itself, so a column means the same however it is cut. I
 recognised by itself; the other forms are read only where a column is said to be a time. Whether
 `3/4/2015` begins with the day nobody can tell: it is null until the form of the column is known
 (`date_order` finds it out). Numbers are seconds since 1970, or milli-, micro- or nanoseconds where
-seconds would be beyond the year 5138.
+seconds would be beyond the year 5138; with a format of the column their digits are the text.
 """
 
 from collections.abc import Sequence
@@ -101,8 +101,18 @@ def _in_forms(found: pa.Array, texts: pa.Array, forms: Sequence[str]) -> pa.Arra
     return found
 
 
+def number_times(numbers: pa.Array, form: str = "") -> pa.Array:
+    """Numbers as times; null where there is no such time. With a format (`%Y%m%d`) the digits of
+    whole numbers are read so, and others are no times."""
+    if "%" not in form:
+        return epoch_times(numbers)
+    if pa.types.is_integer(numbers.type):
+        return all_times(numbers.cast(pa.string()), form)
+    return pa.nulls(len(numbers), TIME)
+
+
 def epoch_times(numbers: pa.Array) -> pa.Array:
-    """Numbers as times; null where there is no such time."""
+    """Seconds since 1970, or a smaller unit, as times; null where there is no such time."""
     good = pc.fill_null(pc.is_finite(numbers), False)
     values = pc.if_else(good, numbers, pa.scalar(0, numbers.type)).to_numpy(zero_copy_only=False)
     unit = np.searchsorted([1e11, 1e14, 1e17], np.abs(values.astype(np.float64)), side="right")

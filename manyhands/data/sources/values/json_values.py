@@ -21,7 +21,7 @@ from manyhands.data.columns.schema import unify
 from manyhands.data.sources.cutting.record_boundaries import FoundRecords
 from manyhands.data.sources.values.csv_fields import decoded
 from manyhands.data.sources.values.date_order import is_undecided
-from manyhands.data.sources.values.dates_in_text import TIME, all_times, are_iso_times, epoch_times
+from manyhands.data.sources.values.dates_in_text import TIME, all_times, are_iso_times, number_times
 from manyhands.values.errors import DataError
 
 DEPTH = 64
@@ -204,7 +204,7 @@ def array_of(values: Sequence[Any], kind: pa.DataType, form: str = "") -> pa.Arr
         whole = pa.array([v if isinstance(v, int) and fits_int64(v) else None for v in values])
         whole = whole.cast(pa.int64())
         real = pa.array([v if isinstance(v, float) else None for v in values], pa.float64())
-        found = (all_times(texts, form), epoch_times(whole), epoch_times(real))
+        found = (all_times(texts, form), number_times(whole, form), number_times(real, form))
         return pc.coalesce(*found).cast(kind)
     if t.is_floating(kind):
         reals = pa.array([None if v is None else float(v) for v in values], pa.float64())
