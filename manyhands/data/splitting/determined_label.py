@@ -48,7 +48,8 @@ class LabelSample:
     numbers: _Columns
     """A row for each column: NaN where it holds no number."""
 
-    def dump(self) -> dict[str, NDArray[Any]]:
+    def dump(self) -> dict[str, Any]:
+        """Arrays by name, none of objects."""
         return {name: getattr(self, name) for name in self.__slots__}
 
 
