@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from manyhands.values.errors import TaskError
+from manyhands.values.forked_children import one_process
 
 Metric = Any
 """A torchmetrics.Metric. The package takes a second to import, so it is not imported here: a task
@@ -73,7 +74,7 @@ def measure(
     device = next((p.device.type for p in model.parameters()), "cpu")
     autocast = torch.autocast(device, torch.bfloat16, enabled=evaluation.precision == "bf16")
     try:
-        with torch.no_grad(), autocast:
+        with one_process(), torch.no_grad(), autocast:
             return [_measure_one(evaluation, model, *batch) for batch in batches]
     finally:
         for module, training in modes.items():

@@ -19,6 +19,7 @@ from manyhands.accounting.deal_micro_batches import Batch
 from manyhands.data.columns.array_types import Positions
 from manyhands.data.ordering.epoch_order import FIRST, Order, RecordVisit, order
 from manyhands.values.errors import TaskError
+from manyhands.values.forked_children import one_process
 from manyhands.values.task import user_traceback
 
 # torch cannot take rows of these.
@@ -112,7 +113,8 @@ class Items:
         return order(seed, epoch, self.size)
 
     def batch(self, ids: Positions, visit: RecordVisit = FIRST) -> Batch:
-        return default_collate([self.dataset[i] for i in ids.tolist()])
+        with one_process():
+            return default_collate([self.dataset[i] for i in ids.tolist()])
 
     def part(self, numbers: Positions) -> Records:
         return RecordSubset(self, numbers)

@@ -18,6 +18,7 @@ from torch.nn import Module
 from manyhands.accounting.deal_micro_batches import MicroBatch
 from manyhands.training.compute.seeds import seed_everything
 from manyhands.values.errors import TaskError
+from manyhands.values.forked_children import one_process
 
 LossFn = Callable[[Module, Any], Any]
 
@@ -45,7 +46,8 @@ def compute(
     """`during` is entered around backward."""
     seed_everything(seed, micro_batch.step, micro_batch.index, "forward")
     device = next((p.device.type for p in model.parameters()), "cpu")
-    with torch.autocast(device, dtype=torch.bfloat16, enabled=precision == "bf16"):
+    autocast = torch.autocast(device, dtype=torch.bfloat16, enabled=precision == "bf16")
+    with one_process(), autocast:
         value, weight, numbers = read_loss(loss(model, micro_batch.batch))
     if not value.requires_grad:
         raise TaskError(
@@ -55,7 +57,7 @@ def compute(
         )
     scale = micro_batch.share if weight is None else weight
     # Not value.backward(gradient=scale): checking its shape makes torch import sympy (0.6 s).
-    with during or nullcontext():
+    with one_process(), during or nullcontext():
         (value if scale == 1.0 else value * scale).backward()
     return Leaf(value.item(), weight, numbers)
 

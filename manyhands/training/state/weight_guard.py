@@ -26,12 +26,13 @@ from torch import Tensor
 from torch.nn import Module
 
 from manyhands.training.state.layout import Layout, TensorPlace, parameters_of
-from manyhands.training.state.module_paths import module_at
+from manyhands.training.state.module_paths import module_at, modules_of
 from manyhands.values.errors import TaskError
 
 LOOK_EVERY = 64
 """Micro-batches between two looks at which parameters a model has."""
 
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
@@ -62,7 +63,11 @@ class WeightGuard:
         self._own = [parameter for _, parameter in self._named]
         self._ids = [id(parameter) for parameter in self._own]
         self._needs = [parameter.requires_grad for parameter in self._own]
+        self._modules = [module for _, module in modules_of(replica.model)]
+        self._hooks = self._count_hooks()
         self._count, self._rehearsing = 0, False
+        self._modes: list[bool] = []
+        self._threads = torch.get_num_threads()
         self._versions: list[int] = []
         self._places: list[int] = []
         self._marks: list[int] | None = None
@@ -71,6 +76,8 @@ class WeightGuard:
         self._rehearsing = self._count == 0
         if self._rehearsing:
             self.replica.rehearse()
+        self._modes = [module.training for module in self._modules]
+        self._threads = torch.get_num_threads()
         self._versions = [p._version for p in self._own]
         self._places = [p.data_ptr() for p in self._own]
         self._marks = None if self.protected or self._rehearsing else self._sums()
@@ -84,9 +91,24 @@ class WeightGuard:
         if kind is None:
             self._look()
             self._count += 1
+        self._as_before()
         if self._rehearsing:
             self._rehearsing = False
             self.replica.adopt()
+
+    def _as_before(self) -> None:
+        """Whatever a micro-batch did to mode and threads ends with it: the next one may be computed
+        elsewhere."""
+        if self._modes != [module.training for module in self._modules]:
+            for module, mode in zip(self._modules, self._modes, strict=True):
+                module.training = mode
+        if self._threads != torch.get_num_threads():
+            torch.set_num_threads(self._threads)
+
+    def _count_hooks(self) -> list[int]:
+        """Of each parameter, then of each module."""
+        own = [len(p._backward_hooks or ()) for p in self._own]
+        return own + [sum(len(vars(m).get(kind) or ()) for kind in _HOOKS) for m in self._modules]
 
     def _look(self) -> None:
         ids = [id(module._parameters.get(name)) for module, name in self._slots]  # pyright: ignore[reportPrivateUsage]
@@ -98,6 +120,14 @@ class WeightGuard:
         versions = [p._version for p in self._own]
         if versions != self._versions:
             raise TaskError(self._tell(_first(versions, self._versions), "writes to"))
+        if self._rehearsing:  # what a model does in its first forward, it does on every worker
+            self._hooks = self._count_hooks()
+        if self._hooks != (hooks := self._count_hooks()):
+            which = _first(hooks, self._hooks)
+            name = self._named[which][0] if which < len(self._own) else ""
+            raise TaskError(self._tell_of_hooks(name))
+        if self._needs != [p.requires_grad for p in self._own]:
+            self._look_at_gradients()
         if self._rehearsing or self._count % LOOK_EVERY == 0:
             self._look_at_names()
         if self._rehearsing and (name := self._written()) is not None:
@@ -116,8 +146,16 @@ class WeightGuard:
                     f"parameter '{name}' of the model was made while it computed. Nobody trains, "
                     "merges or saves it. Make all parameters when the model is built."
                 )
+
+    def _look_at_gradients(self) -> None:
         needs = [parameter.requires_grad for parameter in self._own]
         for (name, _), needed, needs_now in zip(self._named, self._needs, needs, strict=True):
+            if needed and not needs_now:
+                raise TaskError(
+                    f"parameter '{name}' was frozen while a micro-batch was computed. Other "
+                    "workers do not know of it. Freeze it when the model is built, or set its "
+                    "group's lr to 0 when its time has come."
+                )
             if needs_now and not needed:
                 raise TaskError(
                     f"parameter '{name}' was frozen when the model was built, and now wants a "
@@ -138,6 +176,14 @@ class WeightGuard:
         replica = self.replica
         sums = [_bits(replica.weight(piece), piece).sum() for piece in replica.layout.pieces]
         return [int(s) for s in torch.stack(sums).tolist()] if sums else []
+
+    def _tell_of_hooks(self, parameter: str) -> str:
+        what = f"parameter '{parameter}'" if parameter else "a module of the model"
+        return (
+            f"{what} was given a hook, or lost one, while a micro-batch was computed. Other "
+            "workers do not know of it. Register hooks when the model is built, or remove "
+            "those of a micro-batch at its end (handle.remove())."
+        )
 
     def _tell(self, which: int | str, does: str) -> str:
         name = which if isinstance(which, str) else self._named[which][0]

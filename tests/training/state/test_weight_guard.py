@@ -57,6 +57,18 @@ def thaws(net: Net) -> None:
     net.last.bias.requires_grad_()
 
 
+def freezes(net: Net) -> None:
+    net.first.bias.requires_grad_(False)
+
+
+def hooks(net: Net) -> None:
+    net.first.register_forward_hook(lambda *_: None)
+
+
+def hooks_a_gradient(net: Net) -> None:
+    net.first.weight.register_hook(lambda _: None)
+
+
 def replica(net: nn.Module, fd: int | None, *, protect: bool) -> Replica:
     trainable = [p for p in net.parameters() if p.requires_grad]
     made = Replica(net, torch.optim.SGD(trainable, lr=0.1), None, Memory(fd), CPU, protect=protect)
@@ -81,6 +93,9 @@ def compute(made: Replica) -> None:
         (another, "module 'first' .* another one in the place of its parameter 'weight'"),
         (grows, "'more.weight' of the model was made while it computed"),
         (thaws, "'last.bias' was frozen when the model was built"),
+        (freezes, "'first.bias' was frozen while a micro-batch was computed"),
+        (hooks, "a module of the model was given a hook"),
+        (hooks_a_gradient, "parameter 'first.weight' was given a hook"),
     ],
 )
 def test_who_writes_weights_is_named(
@@ -88,8 +103,10 @@ def test_who_writes_weights_is_named(
 ) -> None:
     if late and protect and odd in (normalize, unseen):
         pytest.skip("a store to memory that can only be read: see below")
-    if late and odd in (grows, thaws):
+    if late and odd is grows:
         pytest.skip("names are looked at once in a while")
+    if not late and odd in (hooks, hooks_a_gradient):
+        pytest.skip("what a model does in its first forward, it does on every worker")
     net = Net()
     made = replica(net, None, protect=protect)
     if late:
@@ -100,6 +117,21 @@ def test_who_writes_weights_is_named(
         compute(made)
     if not late:  # it was a rehearsal
         assert all(torch.equal(before[name], lane) for name, lane in made.weights.items())
+
+
+def test_mode_and_threads_end_with_the_micro_batch_that_changed_them() -> None:
+    def changes(net: Net) -> None:
+        net.first.eval()
+        torch.set_num_threads(threads + 1)
+
+    net, threads = Net(), torch.get_num_threads()
+    net.last.eval()
+    made = replica(net, None, protect=False)
+    net.odd = changes
+    for _ in range(2):
+        compute(made)
+        assert [net.training, net.first.training, net.last.training] == [True, True, False]
+        assert torch.get_num_threads() == threads
 
 
 @pytest.mark.parametrize("shared", [True, False])
