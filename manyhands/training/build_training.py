@@ -20,6 +20,7 @@ from manyhands.training.compute.seeds import seed_everything
 from manyhands.training.state.layout import Lanes
 from manyhands.training.state.memory import Memory
 from manyhands.training.state.replica import Replica, build_model
+from manyhands.training.state.schedule_effects import refuse_functions_that_remember
 from manyhands.training.sync.allreduce.allreduce import AllReduce, MeetMembers
 from manyhands.training.sync.alone import Alone
 from manyhands.training.sync.sync import Auditor, Moment, Place, Sync
@@ -58,6 +59,7 @@ def replica(
         raise TaskError(
             "Task: ReduceLROnPlateau wants a score at every step; use a schedule that does not."
         )
+    refuse_functions_that_remember(schedule, train.seed)
     return Replica(model, optimizer, schedule, memory, device, protect=protect, seed=train.seed)
 
 

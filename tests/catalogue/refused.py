@@ -177,6 +177,17 @@ class Counting(optim.Optimizer):
             p.sub_(p.grad, alpha=0.1 / self.calls)
 
 
+class Counts:
+    """A rate that falls each time it is asked for."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def __call__(self, step: int) -> float:
+        self.asked += 1
+        return 1 / self.asked
+
+
 class AddsGroup:
     """A schedule that lets a layer join later, as fastai's gradual unfreezing does."""
 
@@ -290,6 +301,8 @@ CASES = [
          refused="Counting changes its attribute 'calls'"),
     Case("adds-a-group", "A group that a schedule adds.", optimizer=head_first,
          schedule=lambda o: AddsGroup(o, o.later), refused="added a parameter group"),
+    Case("counting-schedule", "A function of the step that counts by itself.",
+         schedule=lambda o: lr.LambdaLR(o, Counts()), refused="another number each time"),
     Case("plateau", "A schedule that wants a score.", refused="ReduceLROnPlateau",
          schedule=lambda o: lr.ReduceLROnPlateau(o)),
     Case("stream", "Records that can only be read in sequence.", data=Stream(),

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from manyhands.training.compute.seeds import seed_everything
 from manyhands.training.state.layout import buffers_of, parameters_of
 from manyhands.values.errors import TaskError
 
@@ -34,6 +35,24 @@ def groups_alone(schedule: Any, model: Module) -> Generator[None]:
                 "schedule is stepped on every worker and may only change the optimizer's groups; "
                 "do this in a step hook of the optimizer: optimizer.register_step_post_hook(...)."
             )
+
+
+def refuse_functions_that_remember(schedule: Any, seed: int) -> None:
+    """A function of the step gives the same number whenever it is asked: a worker that comes later,
+    or a resumed run, has not asked it before."""
+    for part in (schedule, *getattr(schedule, "_schedulers", ())):
+        for function in getattr(part, "lr_lambdas", ()):
+            found: list[Any] = []
+            for step in (1, 2, 1, 2):
+                seed_everything(seed, step, "schedule")
+                found.append(function(step))
+            if found[:2] != found[2:]:
+                raise TaskError(
+                    f"a function of {type(part).__name__} gives another number each time it is "
+                    f"asked for the same step ({found[0]} and {found[2]} for step 1): it keeps "
+                    "something in a variable of Python, which a worker that comes later, or a "
+                    "resumed run, does not have. Compute it from the step it is given."
+                )
 
 
 def _tensors(model: Module) -> list[tuple[str, Tensor, bool]]:
