@@ -7,7 +7,7 @@ round otherwise. No name of a processor says so reliably; what a few small compu
 
 import msgspec
 
-from manyhands.values.bounded_types import Name
+from manyhands.values.bounded_types import Name, Table
 
 
 class Kernels(msgspec.Struct, frozen=True):
@@ -15,7 +15,7 @@ class Kernels(msgspec.Struct, frozen=True):
     capability: Name
     """What torch calls its own kernels: AVX2, AVX512, DEFAULT, ..."""
     torch: Name
-    marks: dict[Name, Name] = {}
+    marks: Table[Name] = {}
     """Kind of computation → the start of a SHA-256 over the bits of fixed ones."""
     portable: bool = False
     """They were fixed to those of every x86-64-v3 processor."""

@@ -15,7 +15,21 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from manyhands.values.bounded_types import Name, Natural, PathText, Rate, Seconds, Small, Words
+from manyhands.values.bounded_types import (
+    Few,
+    Hyperparameters,
+    Many,
+    Name,
+    Natural,
+    PathText,
+    Rate,
+    Scores,
+    Seconds,
+    Small,
+    Some,
+    Table,
+    Words,
+)
 from manyhands.values.hidden_secrets import discreet
 from manyhands.values.kernels import Kernels
 from manyhands.values.printable_messages import printable_decoder
@@ -49,9 +63,9 @@ class Built(msgspec.Struct, frozen=True):
     """What a worker's model looks like."""
 
     layout: str
-    marks: dict[str, int]
+    marks: Annotated[dict[str, int], Meta(max_length=1 << 18)]
     data: str
-    kernels: dict[str, str]
+    kernels: Table[Name]
     """By which they were built: other ones draw other first weights from the same seed."""
 
 
@@ -80,9 +94,9 @@ class Begun(Message, frozen=True):
 
     worker: Small
     step: Natural
-    groups: list[dict[str, Any]]
-    """The optimizer's hyper-parameters, as far as they are plain."""
-    schedule: list[str] = []
+    groups: Some[Hyperparameters]
+    """The optimizer's hyper-parameters, as far as they are plain and fit (`fitting`)."""
+    schedule: Some[Words] = []
     """The kinds of schedule that act on them."""
 
 
@@ -97,7 +111,7 @@ class Ready(Message, frozen=True):
     """The state is whole in its memory: there is something to go on from."""
     differs: tuple[Natural, Natural] | None = None
     """Workers do not agree on this micro-batch (step, index)."""
-    lost: list[Small] = []
+    lost: Some[Small] = []
     """Hosts, by their number in the view, to which its connection failed."""
 
 
@@ -115,14 +129,14 @@ class StepRecord(msgspec.Struct, frozen=True):
     loss: float
     lr: float
     records: Natural
-    numbers: dict[str, float] = {}
+    numbers: Few[float] = {}
 
 
 class Measured(Message, frozen=True):
     """From those who speak for their hosts: how far the others are."""
 
     worker: Small
-    links: list[tuple[Small, Seconds, Annotated[float, Meta(gt=0, le=1e18)]]]
+    links: Some[tuple[Small, Seconds, Annotated[float, Meta(gt=0, le=1e18)]]]
     """Host by its number in the view, seconds there and back, bytes per second each way."""
     gradient_bytes: Natural
 
@@ -133,9 +147,9 @@ class Beat(Message, frozen=True):
     worker: Small
     step: Natural
     samples_per_s: Rate
-    steps: list[StepRecord] = []
+    steps: Some[StepRecord] = []
     """From the leader: steps since its last beat that are to be logged."""
-    losses: list[tuple[Natural, float]] = []
+    losses: Some[tuple[Natural, float]] = []
     """From the leader: of every step since its last beat."""
     loss: float | None = None
     records: Natural = 0
@@ -168,7 +182,7 @@ class Scored(Message, frozen=True):
     worker: Small
     step: Natural
     round: Name
-    scores: dict[str, float]
+    scores: Scores
 
 
 class SavedFile(msgspec.Struct, frozen=True):
@@ -183,7 +197,7 @@ class Written(Message, frozen=True):
     worker: Small
     step: Natural
     attempt: Natural
-    files: list[SavedFile]
+    files: Some[SavedFile]
     blocked_s: Seconds
     writing_s: Seconds = 0.0
     """How long it took to write them, while training went on."""
@@ -250,7 +264,8 @@ class Trouble(Message, frozen=True):
     micro_batch: Natural | None = None
     held_out: bool = False
     """It is a batch of held-out records."""
-    records: list[Natural] = []
+    records: Many[Natural] = []
+    """The first of them, if there are very many."""
 
 
 class Testimony(Message, frozen=True):
@@ -398,4 +413,6 @@ FromSupervisor = View | Reply | Answer | Halt | SaveNow | Break
 
 encode = msgspec.msgpack.Encoder().encode
 decode_from_worker = printable_decoder(msgspec.msgpack.Decoder(FromWorker).decode)
+decode_bulk = printable_decoder(msgspec.msgpack.Decoder(Hello | RoundPart).decode)
+"""Of what can be very long, being bytes that are passed on as they are."""
 decode_from_supervisor = msgspec.msgpack.Decoder(FromSupervisor).decode

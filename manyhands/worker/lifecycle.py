@@ -34,6 +34,7 @@ from manyhands.training.state.param_groups import groups_to_json, kinds_of
 from manyhands.training.state.sharded_optimizer import without_dynamo
 from manyhands.training.sync.sync import Place
 from manyhands.values import errors
+from manyhands.values.bounded_types import SOME, fitting
 from manyhands.values.machine import machine, peak_memory_bytes
 from manyhands.values.messages import (
     Begun,
@@ -188,8 +189,8 @@ class TrainingWorker:
                 Begun(
                     worker=self.number,
                     step=self.replica.step,
-                    groups=groups_to_json(self.replica.optimizer),
-                    schedule=kinds_of(self.replica.schedule),
+                    groups=fitting(groups_to_json(self.replica.optimizer)),
+                    schedule=kinds_of(self.replica.schedule)[:SOME],
                 )
             )
         if view.changes:  # journalled before any of us may use them

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from manyhands.launch.wire.heartbeat import Heartbeat
 from manyhands.training.collective.handshake import PeerListener
+from manyhands.values.bounded_types import MANY
 from manyhands.values.errors import GradientNotFinite, LossNotFinite, ManyhandsError, RequestError
 from manyhands.values.messages import Trouble
 from manyhands.values.printable_text import printable
@@ -72,7 +73,7 @@ def trouble_of(
         symptom=symptom,
         micro_batch=work.index if work.has_records else None,
         held_out=work.kind == "evaluate",
-        records=records,
+        records=records[:MANY],
     )
 
 

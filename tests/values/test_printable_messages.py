@@ -58,7 +58,9 @@ def sample(hint: Any) -> Any:
             return EVIL[: meta.max_length]
         if base in (int, float):
             return base(meta.ge if meta.ge is not None else 1)
-        return [sample(get_args(base)[0])] * meta.min_length if get_origin(base) is list else b"x"
+        if get_origin(base) is list:
+            return [sample(get_args(base)[0])] * (meta.min_length or 1)
+        return sample(base)
     if get_origin(hint) in (Union, types.UnionType):
         return sample(next(arm for arm in get_args(hint) if arm is not type(None)))
     match get_origin(hint) or hint:

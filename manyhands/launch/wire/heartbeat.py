@@ -10,6 +10,7 @@ from collections.abc import Callable
 from statistics import median
 from typing import Protocol
 
+from manyhands.values.bounded_types import SOME
 from manyhands.values.messages import Beat, StepRecord
 from manyhands.values.printable_text import printable
 from manyhands.values.task import user_stack
@@ -23,6 +24,8 @@ class TakesNotes(Protocol):
 
 
 LOST_IN_THOUGHT_S = 1.0
+MOST_STEPS = SOME // 2
+"""In a beat; the next one tells of the others."""
 """After so long without progress a beat tells where in the user's code the worker is."""
 
 
@@ -95,8 +98,8 @@ class Heartbeat:
         with self._handing_over:
             now, (then, before) = time.monotonic(), self._last
             self._last = (now, self.computed)
-            log, self._log = self._log, []
-            losses, self._losses = self._losses, []
+            log, self._log = self._log[:MOST_STEPS], self._log[MOST_STEPS:]
+            losses, self._losses = self._losses[:MOST_STEPS], self._losses[MOST_STEPS:]
         times = list(self._times)
         return Beat(
             worker=self.worker,

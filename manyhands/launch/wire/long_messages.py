@@ -10,12 +10,16 @@ from manyhands.values.messages import (
     MOST_MESSAGE_BYTES,
     Fragment,
     FromWorker,
+    decode_bulk,
     decode_from_worker,
     encode,
 )
 
 MOST_WHOLE_BYTES = 256 << 20
 """Of one message."""
+MOST_READ_BYTES = 4 << 20
+"""Of one that is read item by item, which then takes many times as much memory. Longer ones carry
+bytes for others (`decode_bulk`)."""
 MOST_IN_ALL_BYTES = 1 << 30
 """Of all that have begun and not ended."""
 
@@ -57,7 +61,7 @@ class Assembly:
         if len(begun) < size:
             self._begun[message.worker] = size, begun
             return None
-        whole = decode_from_worker(begun)
+        whole = (decode_from_worker if size <= MOST_READ_BYTES else decode_bulk)(begun)
         if isinstance(whole, Fragment) or whole.worker != message.worker:
             raise msgspec.ValidationError("it is not what was begun")
         return whole
