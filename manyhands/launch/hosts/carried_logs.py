@@ -4,19 +4,26 @@
 Of each worker the newest KEPT_BYTES to twice that are on the driver's disk, in `worker-03.log` and,
 of what was before that, `worker-03.log.before`; so however much is printed, or said to be, it takes
 no more room. A host sends no faster than the driver takes it, and leaves out what would not be kept
-anyway; when a worker ends, the last LAST_BYTES of it go before the news of its end.
+anyway. The news of a worker's end waits up to LAST_WORDS_S for what it wrote, and in any case goes
+after the last LAST_BYTES of that.
 """
 
 import os
 import time
+from collections import deque
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from manyhands.launch.engines.fork_agent import WorkerExit
 from manyhands.launch.hosts.join_protocol import Logged
 from manyhands.launch.wire.bulk_window import BulkWindow
 
 KEPT_BYTES = 8 << 20
 LAST_BYTES = 256 << 10
+LAST_WORDS_S = 1.0
+ANSWER_S = 5.0
+"""What was not said to be taken for so long was lost, or what said so was."""
 PIECE_BYTES = 64 << 10
 
 
@@ -32,6 +39,8 @@ class LogsToSend:
     def __init__(self) -> None:
         self._of: dict[int, tuple[Path, int]] = {}
         """worker → its log, and how much of it was sent"""
+        self._ends: dict[int, tuple[WorkerExit, float]] = {}
+        """Of workers that have ended: the news of it, and how long that waits for their logs"""
         self._window = BulkWindow()
 
     def begin(self, worker: int, path: Path) -> None:
@@ -39,42 +48,62 @@ class LogsToSend:
 
     def clear(self) -> None:
         self._of.clear()
+        self._ends.clear()
 
     def taken(self) -> None:
         """The driver has written a piece down."""
         self._window.came(time.monotonic())
 
-    def more(self) -> list[Logged]:
-        """As much as can be sent now."""
-        found: list[Logged] = []
-        for worker in list(self._of):
-            while self._window.open and (piece := self._read(worker, last=False)):
-                self._window.asked(time.monotonic())
-                found.append(Logged(worker, piece))
-        return found
+    def more(self) -> Iterator[Logged]:
+        """As much as can be sent now, of all in turn. What is not taken from here was not sent."""
+        self._window.give_up(time.monotonic() - ANSWER_S)
+        waiting = deque(self._of)
+        while waiting and self._window.open:
+            worker = waiting.popleft()
+            for piece in self._pieces(worker, last=False):
+                yield piece
+                self._of[worker] = self._of.pop(worker)  # the others are first, the next time
+                waiting.append(worker)
 
-    def rest(self, worker: int) -> list[Logged]:
-        """It has ended: the end of what it wrote, at once."""
+    def end(self, news: WorkerExit) -> None:
+        """A worker has ended; of that the driver hears after what it wrote."""
+        self._ends[news.worker] = news, time.monotonic() + LAST_WORDS_S
+
+    def ends(self, *, at_once: bool = False) -> Iterator[Logged | WorkerExit]:
+        """The last of what workers wrote that have ended, and that they have: when all before it
+        was sent, or has had its time."""
+        for worker, (news, until) in list(self._ends.items()):
+            if not (at_once or time.monotonic() > until) and self._unsent(worker) > LAST_BYTES:
+                continue
+            yield from self._pieces(worker, last=True)
+            yield news
+            del self._ends[worker]
+            self._of.pop(worker, None)
+
+    def _unsent(self, worker: int) -> int:
+        path, sent = self._of.get(worker, (Path(), 0))
+        try:
+            return path.stat().st_size - sent if worker in self._of else 0
+        except OSError:
+            return 0
+
+    def _pieces(self, worker: int, *, last: bool) -> Iterator[Logged]:
+        """The next one, or the last ones; each is noted as sent when one asks for the next."""
         if worker not in self._of:
-            return []
-        data = self._read(worker, last=True)
-        del self._of[worker]
-        pieces = [data[at : at + PIECE_BYTES] for at in range(0, len(data), PIECE_BYTES)]
-        for _ in pieces:
-            self._window.asked(time.monotonic())
-        return [Logged(worker, piece) for piece in pieces]
-
-    def _read(self, worker: int, *, last: bool) -> bytes:
+            return
         path, sent = self._of[worker]
         try:
             with path.open("rb") as file:
                 start, stop = next_stretch(sent, os.fstat(file.fileno()).st_size, last=last)
                 data = os.pread(file.fileno(), stop - start, start)
         except OSError:
-            return b""
-        self._of[worker] = path, start + len(data)
+            return
         left_out = f"\n({start - sent:,} bytes were left out here)\n" if start > sent else ""
-        return left_out.encode() + data
+        for at in range(0, len(data), PIECE_BYTES):
+            piece = data[at : at + PIECE_BYTES]
+            yield Logged(worker, (b"" if at else left_out.encode()) + piece)
+            self._of[worker] = path, start + at + len(piece)
+            self._window.asked(time.monotonic())
 
 
 class CarriedLogs:

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -201,11 +201,13 @@ class _Visit:
             self._pass_on_findings()
             for sign in self.hands.poll():
                 if isinstance(sign, WorkerExit):
-                    self._tell(*self.logs.rest(sign.worker))
-                if not isinstance(sign, HostNews | LauncherWarning):
+                    self.logs.end(sign)
+                elif not isinstance(sign, HostNews | LauncherWarning):
                     self._tell(sign)
-            self._tell(*self.logs.more())
+            self._tell_all(self.logs.more())
+            self._tell_all(self.logs.ends())
             if self.asked() and self._handed_over():
+                self._tell_all(self.logs.ends(at_once=True))
                 self._tell(Bye(f"host {self.offer.name} was told to go"))
                 return 130
             if time.monotonic() - self.heard > self.lease_s:
@@ -249,6 +251,9 @@ class _Visit:
         )
 
     def _tell(self, *messages: FromHost) -> None:
+        self._tell_all(messages)
+
+    def _tell_all(self, messages: Iterable[FromHost]) -> None:
         with suppress(zmq.ZMQError):
             for message in messages:
                 self.socket.send(encode(message), flags=zmq.NOBLOCK)

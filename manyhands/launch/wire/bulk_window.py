@@ -36,7 +36,15 @@ class BulkWindow:
     def asked(self, now: float) -> None:
         self._since.append(now)
 
+    def give_up(self, before: float) -> None:
+        """What was asked for before then will not come."""
+        while self._since and self._since[0] < before:
+            self._since.popleft()
+            self.size = LEAST
+
     def came(self, now: float) -> None:
+        if not self._since:
+            return  # it was given up
         took_s = now - self._since.popleft()
         self._least_s = min(self._least_s, took_s)
         self.size = next_window(self.size, took_s, self._least_s)
