@@ -11,6 +11,7 @@ from rich.text import Text
 
 from manyhands.values.byte_sizes import shown_bytes
 from manyhands.values.data_summary import ColumnSummary, DataSummary, LeakageSummary, SplitSummary
+from manyhands.values.printable_text import escaped, one_line
 from manyhands.values.shell_commands import command_line
 from manyhands.values.wrap_text import WIDTH, wrapped
 
@@ -59,7 +60,8 @@ def show_records(split: str, columns: Sequence[str], records: Iterable[Mapping[s
     for k in range(len(found)):
         table.add_column(f"record {k + 1}", overflow="ellipsis", no_wrap=True, max_width=24)
     for name in columns:
-        table.add_row(name, *(Text(_cell(record.get(name))) for record in found))
+        cells = (one_line(_cell(record.get(name))) for record in found)
+        table.add_row(Text(one_line(name)), *map(Text, cells))
     console.print(table)
 
 
@@ -76,7 +78,7 @@ def _console() -> Console:
 
 def _say(console: Console, text: str, title: str = "") -> None:
     """Broken between words; Rich would break long names of files, and read [ ] as its own."""
-    shown = Text(wrapped(text))
+    shown = Text(escaped(wrapped(text)))
     shown.stylize("bold", 0, len(title))
     console.print(shown, soft_wrap=True)
 
@@ -101,7 +103,7 @@ def _show_leakage(console: Console, leakage: LeakageSummary) -> None:
     if leakage.labels and leakage.splits:
         console.print(_labels(leakage))
     if leakage.advice:
-        console.print(Text(leakage.advice, style="bold red"))
+        console.print(Text(escaped(leakage.advice), style="bold red"))
 
 
 def _shared(counts: Mapping[str, int]) -> Text:
@@ -120,7 +122,7 @@ def _labels(leakage: LeakageSummary) -> Table:
     sums = _sums(leakage.labels.values())
     ranked = sorted(leakage.labels.items(), key=lambda item: (-sum(item[1]), item[0]))
     for label, counts in ranked[:LABELS_SHOWN]:
-        table.add_row(Text(label), *_counts(counts, sums))
+        table.add_row(Text(one_line(label)), *_counts(counts, sums))
     if rest := ranked[LABELS_SHOWN:]:
         left = _sums(counts for _, counts in rest)
         table.add_row(f"{len(rest):,} more", *_counts(left, sums), style="dim")
@@ -160,7 +162,7 @@ def _columns(columns: Sequence[ColumnSummary]) -> Table:
             f"{missing:,}" if missing else "",
             _values(column.statistics),
         )
-        table.add_row(*map(Text, cells))
+        table.add_row(*(Text(one_line(cell)) for cell in cells))
     return table
 
 

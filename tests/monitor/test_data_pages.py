@@ -1,5 +1,7 @@
 """Pages about prepared data: they fit a terminal, and say what leaks."""
 
+from dataclasses import replace
+
 import pytest
 
 from manyhands.monitor.data_pages import show_data, show_records
@@ -63,3 +65,14 @@ def test_records_are_cut_to_fit(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     assert "first records of test" in text and "3 bytes" in text and "[1.235, 0, 1, 2" in text
     assert max(map(len, text.splitlines())) <= 100
+
+
+def test_what_records_say_reaches_no_terminal_raw(capsys: pytest.CaptureFixture[str]) -> None:
+    odd = "\x1b[2J\x1b[31mred\x07"
+    leakage = LeakageSummary(("train",), SHARED, {odd: (3,)}, f"Mend {odd}")
+    told = {"common values": {odd: 3}, "distinct values": 1}
+    column = ColumnSummary(odd, "feature", "string", "x", told)
+    show_data(replace(summary(leakage), notes=(odd,), columns=(column,)))
+    show_records("train", [odd], [{odd: odd}])
+    text = capsys.readouterr().out
+    assert "\x1b" not in text and "\x07" not in text and text.count(r"\x1b[2J") >= 6
