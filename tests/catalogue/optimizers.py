@@ -200,6 +200,11 @@ def grouped(kind: Any, **settings: Any) -> Any:
     return make
 
 
+def some(make: Callable[[Any], Any]) -> Any:
+    """For the first and the last layer alone; the others get gradients that nobody uses."""
+    return lambda model: make(nn.ModuleList([model.first, model.head]))
+
+
 def late(m: Any, x: Tensor) -> Tensor:
     """`other` is used by micro-batches of some steps alone."""
     hidden = torch.tanh(m.first(x))
@@ -246,6 +251,11 @@ CASES = [
          optimizer=made(optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01), model=WIDE_SOMETIMES),
     Case("momentum-in-one-group", "One group with momentum, one without.",
          optimizer=grouped(optim.SGD, momentum=0), model=WIDE_SOMETIMES),
+    *(Case(f"some-weights-{name}", "The optimizer was given some of the weights.",
+           optimizer=some(make), model=WIDE_SOMETIMES)
+      for name, make in {"fused": made(optim.AdamW, lr=1e-2, fused=True),
+                         "momentum": made(optim.SGD, lr=0.1, momentum=0.9),
+                         "adagrad": made(optim.Adagrad, lr=0.1)}.items()),
     Case("step-hook", "Weights are limited after the step.", optimizer=hooked, slow=True),
     Case("lookahead", "An optimizer around another, with one state for both.",
          optimizer=lambda m: Lookahead(optim.Adam(m.parameters(), lr=1e-2)), slow=True),

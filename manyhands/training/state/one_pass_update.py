@@ -125,7 +125,8 @@ class OnePassUpdate:
     ) -> None:
         self.kernel, self.optimizer, self.unit, self.undo_log = kernel, optimizer, unit, undo_log
         place = {id(p): k for k, g in enumerate(optimizer.param_groups) for p in g["params"]}
-        self._groups = [place[id(tensor)] for tensor in tensors]
+        self._groups = [place.get(id(tensor)) for tensor in tensors]
+        """None: the optimizer was not given this one, and leaves it as it is."""
         slots = _SLOTS[type(optimizer)]
         self._slots = [undo_log.slots[key, F32] for key in slots if (key, F32) in undo_log.slots]
         self._complete = len(self._slots) == len(slots)
@@ -146,7 +147,10 @@ class OnePassUpdate:
         kind, start = type(self.optimizer), origin[F32][0] * F32.itemsize
         wanted = (
             gradient[F32].data_ptr() - start,
-            [touched[span.index] for span in self.unit.spans],
+            [
+                touched[span.index] and group is not None
+                for span, group in zip(self.unit.spans, self._groups, strict=True)
+            ],
             [numbers(kind, group) for group in self.optimizer.param_groups],
         )
         if wanted != self._filled:  # mostly nothing of it changes
@@ -162,7 +166,8 @@ class OnePassUpdate:
             entry.gradient = base + span.start * F32.itemsize if touched[k] else None
             if not touched[k]:
                 continue
-            if (found := of_groups[self._groups[k]]) is None:
+            group = self._groups[k]
+            if group is None or (found := of_groups[group]) is None:
                 return False
             entry.kind, entry.nesterov, entry.rate, entry.decay = found[:4]
             entry.beta1, entry.beta2, entry.eps = found[4:]
