@@ -63,7 +63,12 @@ class WeightGuard:
         self._own = [parameter for _, parameter in self._named]
         self._ids = [id(parameter) for parameter in self._own]
         self._needs = [parameter.requires_grad for parameter in self._own]
-        self._modules = [module for _, module in modules_of(replica.model)]
+        modules = list(modules_of(replica.model))
+        self._modules = [module for _, module in modules]
+        dicts = [(path, vars(m)[kind]) for path, m in modules for kind in _HOOKS if kind in vars(m)]
+        self._hooked = [hooks for _, hooks in dicts]
+        self._carriers = [f"parameter '{name}'" for name, _ in self._named]
+        self._carriers += [f"module '{path}'" if path else "the model" for path, _ in dicts]
         self._hooks = self._count_hooks()
         self._count, self._rehearsing = 0, False
         self._modes: list[bool] = []
@@ -106,9 +111,8 @@ class WeightGuard:
             torch.set_num_threads(self._threads)
 
     def _count_hooks(self) -> list[int]:
-        """Of each parameter, then of each module."""
-        own = [len(p._backward_hooks or ()) for p in self._own]
-        return own + [sum(len(vars(m).get(kind) or ()) for kind in _HOOKS) for m in self._modules]
+        """Of each parameter, then of each module and kind. (Modules keep their dicts of them.)"""
+        return [len(p._backward_hooks or ()) for p in self._own] + list(map(len, self._hooked))
 
     def _look(self) -> None:
         ids = [id(module._parameters.get(name)) for module, name in self._slots]  # pyright: ignore[reportPrivateUsage]
@@ -123,9 +127,7 @@ class WeightGuard:
         if self._rehearsing:  # what a model does in its first forward, it does on every worker
             self._hooks = self._count_hooks()
         if self._hooks != (hooks := self._count_hooks()):
-            which = _first(hooks, self._hooks)
-            name = self._named[which][0] if which < len(self._own) else ""
-            raise TaskError(self._tell_of_hooks(name))
+            raise TaskError(_told_of_hooks(self._carriers[_first(hooks, self._hooks)]))
         if self._needs != [p.requires_grad for p in self._own]:
             self._look_at_gradients()
         if self._rehearsing or self._count % LOOK_EVERY == 0:
@@ -177,14 +179,6 @@ class WeightGuard:
         sums = [_bits(replica.weight(piece), piece).sum() for piece in replica.layout.pieces]
         return [int(s) for s in torch.stack(sums).tolist()] if sums else []
 
-    def _tell_of_hooks(self, parameter: str) -> str:
-        what = f"parameter '{parameter}'" if parameter else "a module of the model"
-        return (
-            f"{what} was given a hook, or lost one, while a micro-batch was computed. Other "
-            "workers do not know of it. Register hooks when the model is built, or remove "
-            "those of a micro-batch at its end (handle.remove())."
-        )
-
     def _tell(self, which: int | str, does: str) -> str:
         name = which if isinstance(which, str) else self._named[which][0]
         path, _, leaf = name.rpartition(".")
@@ -197,6 +191,14 @@ class WeightGuard:
             "register_parametrization), nn.Embedding(max_norm=...), or a step hook of the "
             "optimizer; what is no weight belongs in a buffer."
         )
+
+
+def _told_of_hooks(carrier: str) -> str:
+    return (
+        f"{carrier} was given a hook, or lost one, while a micro-batch was computed. Other workers "
+        "do not know of it. Register hooks when the model is built, or remove those of a "
+        "micro-batch at its end (handle.remove())."
+    )
 
 
 def _first(now: list[int], before: list[int]) -> int:

@@ -94,7 +94,7 @@ def compute(made: Replica) -> None:
         (grows, "'more.weight' of the model was made while it computed"),
         (thaws, "'last.bias' was frozen when the model was built"),
         (freezes, "'first.bias' was frozen while a micro-batch was computed"),
-        (hooks, "a module of the model was given a hook"),
+        (hooks, "module 'first' was given a hook"),
         (hooks_a_gradient, "parameter 'first.weight' was given a hook"),
     ],
 )
