@@ -18,7 +18,7 @@ from manyhands.monitor.ledger_page import print_proof
 from manyhands.values.errors import ManyhandsError, RunFailed
 from manyhands.values.run_folder import open_run
 from manyhands.values.run_options import EvaluateRequest
-from manyhands.values.task import user_traceback
+from manyhands.values.user_frames import user_traceback
 
 if TYPE_CHECKING:
     from manyhands.stories.replay import Replayed

@@ -19,11 +19,11 @@ from manyhands.training.state.memory import MOST_RANKS
 from manyhands.values import events
 from manyhands.values.config import RunConfig, from_dict, read_toml
 from manyhands.values.errors import ConfigError
+from manyhands.values.loaded_task import Loaded
 from manyhands.values.local_folders import local_folder
 from manyhands.values.planned_faults import FaultPlan
 from manyhands.values.run_folder import RunDir, new_run_path
 from manyhands.values.run_options import Pace, ResumeRequest, RunRequest
-from manyhands.values.task import Loaded
 
 OnStep = Callable[[events.Stepped], object]
 

@@ -16,9 +16,10 @@ from manyhands.data.reading.records import Records, sampled_digest
 from manyhands.evaluation.early_stopping import criterion
 from manyhands.values.config import EFFECTS, RunConfig, changed, read_toml, to_toml
 from manyhands.values.errors import CheckpointDamaged, CheckpointMismatch, ConfigError, RunDirError
+from manyhands.values.loaded_task import Loaded, load_task
 from manyhands.values.run_folder import RunDir, open_run, write_whole
 from manyhands.values.shell_commands import command_line
-from manyhands.values.task import Loaded, Task, load_task
+from manyhands.values.task import Task
 from manyhands.values.version import VERSION
 
 

@@ -16,8 +16,8 @@ from manyhands.evaluation import scores
 from manyhands.launch.ray.ray_executor import open_executor
 from manyhands.launch.shipping import ship_task
 from manyhands.values.config import RunConfig
+from manyhands.values.loaded_task import Loaded
 from manyhands.values.run_options import RayAccess
-from manyhands.values.task import Loaded
 from manyhands.values.world import World
 from manyhands.worker.scoring import measured, score_portably
 

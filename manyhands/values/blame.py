@@ -9,7 +9,7 @@ import traceback
 from dataclasses import dataclass
 
 from manyhands.values.errors import CallbackFailed, ManyhandsError, RequestError
-from manyhands.values.task import own_frames, user_traceback
+from manyhands.values.user_frames import own_frames, user_traceback
 from manyhands.values.verdict import explain
 
 FRAMES = 4

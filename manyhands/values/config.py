@@ -7,7 +7,6 @@ nearest right one. No default depends on the number of workers: it must not chan
 """
 
 import difflib
-import math
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -18,135 +17,7 @@ import msgspec
 
 from manyhands.values.errors import ConfigError
 from manyhands.values.setting_fields import Effect, effect_of, is_live, setting
-
-
-def _at_least(section: str, name: str, value: float | None, least: float, cure: str = "") -> None:
-    if value is not None and not value >= least:
-        raise ConfigError(f"{section}.{name} must be at least {least}, got {value}. {cure}".strip())
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainConfig:
-    batch: int = setting(128, "weights")
-    """Records per optimizer step, over all workers together."""
-
-    micro_batch: int | None = setting(None, "weights")
-    """Records per forward pass: the unit that is dealt to workers. Must divide `batch`, and is part
-    of the result (the number of workers is not). Left out: an eighth of the batch where that is
-    whole, else the nearest larger power-of-two part."""
-
-    epochs: int | None = setting(None, "end")
-    """Passes over the data. Give this or `steps`; with neither, one epoch."""
-
-    steps: int | None = setting(None, "end")
-    """Optimizer steps, instead of epochs."""
-
-    seed: int = setting(0, "weights")
-    """Of weights, order of records and all randomness in training."""
-
-    clip_norm: float | None = setting(None, "weights", live=True)
-    """Gradients whose global norm is larger are scaled down to it."""
-
-    not_finite: Literal["stop", "skip"] = setting("stop", "weights")
-    """What becomes of a step whose loss or gradient is NaN or infinite. It is never applied: "stop"
-    ends the run and names the micro-batch, its records and the first parameter; "skip" leaves
-    weights, optimizer and buffers as they were, writes the step down as skipped, and goes on."""
-
-    precision: Literal["fp32", "bf16", "fp16"] = setting("fp32", "weights")
-    """"bf16" runs forward under autocast. "fp16" would need a loss scaler and is refused."""
-
-    threads: int = setting(1, "weights")
-    """Threads in each worker. Part of the result: it changes how a matrix product is rounded."""
-
-    portable: bool = setting(False, "weights")
-    """Compute with kernels that give the same bits on every x86-64-v3 processor (AVX2 and FMA: all
-    of the last ten years), whoever made it, so that unlike hosts compute alike. Slower, and part of
-    the result: these bits are not those of a run without it. In fp32 only."""
-
-    unlike: Literal["refuse", "warn"] = setting("refuse", "nothing")
-    """A host that computes other bits than the first one, because its processor has other kernels,
-    is turned away; or ("warn") takes part, and the weights then depend on who computed what."""
-
-    device: Literal["cpu", "cuda"] = setting("cpu", "weights")
-    """"cuda" gives each worker the GPU of its rank on the host. Written, not tried."""
-
-    sync: Literal["allreduce", "alone"] = setting("allreduce", "nothing")
-    """How workers agree. "alone" is one worker and plain PyTorch: the reference."""
-
-    collective: Literal["auto", "shared", "sockets", "mpi", "gloo", "nccl"] = setting(
-        "auto", "nothing"
-    )
-    """How bytes move. Every choice gives the same bits; "auto" says which it took and why. With
-    "sockets" (and "auto") and "mpi", workers of a host share its memory, and hosts speak over that
-    network; with "gloo" and "nccl" every worker has memory of its own."""
-
-    overlap: bool = setting(True, "nothing")
-    """Between hosts: send gradients while the last micro-batch is still being computed."""
-
-    encrypt: Literal["auto"] | bool = setting("auto", "nothing")
-    """Between hosts: true seals all that workers send each other, gradients and weights (over
-    "sockets"; "mpi", "gloo" and "nccl", which speak for themselves, are refused). "auto" does not
-    yet, because it cost more than 5 % of the speed where it was measured, and says so; false is
-    silent about it."""
-
-    start_from: str | None = setting(None, "weights")
-    """Weights to begin with: another run's folder, or a safetensors file."""
-
-    audit_every: int | None = setting(None, "nothing")
-    """After this many steps, compute one micro-batch a second time, on another worker, and compare
-    every bit. A worker that computes wrongly is named and replaced."""
-
-    def __post_init__(self) -> None:
-        _at_least("train", "batch", self.batch, 1)
-        _at_least("train", "micro_batch", self.micro_batch, 1)
-        _at_least("train", "epochs", self.epochs, 1)
-        _at_least("train", "steps", self.steps, 1)
-        _at_least("train", "threads", self.threads, 1)
-        _at_least("train", "audit_every", self.audit_every, 1)
-        if self.clip_norm is not None and not 0 < self.clip_norm < math.inf:
-            raise ConfigError(
-                f"train.clip_norm must be a positive number, got {self.clip_norm}. "
-                "To train without clipping, leave it out."
-            )
-        if not 0 <= self.seed < 2**63:
-            raise ConfigError(f"train.seed must be between 0 and 2**63 - 1, got {self.seed}.")
-        if self.micro_batch is not None and self.batch % self.micro_batch:
-            raise ConfigError(
-                f"train.batch ({self.batch}) is not divisible by train.micro_batch "
-                f"({self.micro_batch}). {_divisors_near(self.batch, self.micro_batch)}"
-            )
-        if self.epochs is not None and self.steps is not None:
-            raise ConfigError("train.epochs and train.steps are both set; leave one of them out.")
-        if self.precision == "fp16":
-            raise ConfigError(
-                'train.precision = "fp16" needs a loss scaler, whose skipped steps are not exact '
-                'yet. Use "bf16" (same speed where the hardware has it, no scaler) or "fp32".'
-            )
-        if self.portable and self.precision != "fp32":
-            raise ConfigError(
-                f'train.portable = true does not hold with train.precision = "{self.precision}": '
-                'torch chooses products in it by the processor. Use "fp32".'
-            )
-        if self.device == "cpu" and self.collective == "nccl":
-            raise ConfigError(
-                'train.collective = "nccl" needs train.device = "cuda"; on the CPU use "shared", '
-                '"sockets", "gloo" or "auto".'
-            )
-        if self.device == "cuda" and self.collective not in ("auto", "nccl"):
-            raise ConfigError(
-                f'train.collective = "{self.collective}" works on the CPU; with train.device = '
-                '"cuda" use "nccl" or "auto".'
-            )
-
-    @property
-    def micro_batch_size(self) -> int:
-        return self.micro_batch or self.batch // math.gcd(self.batch, 8)
-
-    @property
-    def micro_batches(self) -> int:
-        """M: how many leaves the sum of a full step has, and so the most workers it can use."""
-        return self.batch // self.micro_batch_size
-
+from manyhands.values.train_config import TrainConfig, at_least
 
 BY_DEFAULT_S = 300.0
 """Nobody loses a day for want of a setting."""
@@ -170,9 +41,9 @@ class CheckpointConfig:
 
     def __post_init__(self) -> None:
         never = "To save the last step only, set checkpoint.every_s=0."
-        _at_least("checkpoint", "every_steps", self.every_steps, 1, never)
-        _at_least("checkpoint", "every_s", self.every_s, 0)
-        _at_least("checkpoint", "keep_last", self.keep_last, 1)
+        at_least("checkpoint", "every_steps", self.every_steps, 1, never)
+        at_least("checkpoint", "every_s", self.every_s, 0)
+        at_least("checkpoint", "keep_last", self.keep_last, 1)
 
     @property
     def by_clock_s(self) -> float:
@@ -198,9 +69,9 @@ class EvaluateConfig:
     the number of workers is not."""
 
     def __post_init__(self) -> None:
-        _at_least("evaluate", "every_steps", self.every_steps, 1)
-        _at_least("evaluate", "stop_early", self.stop_early, 1)
-        _at_least("evaluate", "batch", self.batch, 1)
+        at_least("evaluate", "every_steps", self.every_steps, 1)
+        at_least("evaluate", "stop_early", self.stop_early, 1)
+        at_least("evaluate", "batch", self.batch, 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -215,7 +86,7 @@ class LogConfig:
     """Also for TensorBoard, in the run folder's tensorboard/ (pip install tensorboard)."""
 
     def __post_init__(self) -> None:
-        _at_least("log", "every_steps", self.every_steps, 1)
+        at_least("log", "every_steps", self.every_steps, 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -245,12 +116,12 @@ class RecoveryConfig:
     """Deal fewer micro-batches to slower workers."""
 
     def __post_init__(self) -> None:
-        _at_least("recovery", "silent_s", self.silent_s, 0.5)
-        _at_least("recovery", "host_s", self.host_s, 1.0)
-        _at_least("recovery", "stuck_s", self.stuck_s, 0.5)
-        _at_least("recovery", "evaluate_s", self.evaluate_s, 0.5)
-        _at_least("recovery", "starting_s", self.starting_s, 0.5)
-        _at_least("recovery", "losses", self.losses, 0)
+        at_least("recovery", "silent_s", self.silent_s, 0.5)
+        at_least("recovery", "host_s", self.host_s, 1.0)
+        at_least("recovery", "stuck_s", self.stuck_s, 0.5)
+        at_least("recovery", "evaluate_s", self.evaluate_s, 0.5)
+        at_least("recovery", "starting_s", self.starting_s, 0.5)
+        at_least("recovery", "losses", self.losses, 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -277,7 +148,7 @@ class DataConfig:
     limit, and nothing goes."""
 
     def __post_init__(self) -> None:
-        _at_least("data", "fold", self.fold, 0)
+        at_least("data", "fold", self.fold, 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -486,11 +357,3 @@ def _toml_value(value: Any) -> str:
     if isinstance(value, str):
         return msgspec.json.encode(value).decode()  # a JSON string is a TOML basic string
     return repr(value)
-
-
-def _divisors_near(batch: int, micro_batch: int) -> str:
-    divisors = [d for d in range(1, batch + 1) if batch % d == 0]
-    below = max(d for d in divisors if d <= micro_batch) if micro_batch <= batch else batch
-    above = min((d for d in divisors if d >= micro_batch), default=batch)
-    nearest = f"{below} or {above}" if below != above else str(below)
-    return f"Set train.micro_batch to {nearest}."

@@ -9,7 +9,7 @@ import msgspec
 
 from manyhands.values.machine import most_open_files, open_files
 from manyhands.values.shell_commands import command_line
-from manyhands.values.task import named
+from manyhands.values.user_frames import named
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,7 +11,7 @@ from manyhands.values.bounded_types import MANY
 from manyhands.values.errors import GradientNotFinite, LossNotFinite, ManyhandsError, RequestError
 from manyhands.values.messages import Trouble
 from manyhands.values.printable_text import printable
-from manyhands.values.task import user_traceback
+from manyhands.values.user_frames import user_traceback
 from manyhands.values.verdict import explain
 from manyhands.values.work_in_hand import WorkInHand
 

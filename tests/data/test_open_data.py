@@ -35,7 +35,7 @@ from manyhands.launch.engines.launcher import Launcher
 from manyhands.stories import cross_validate
 from manyhands.values.config import DataConfig
 from manyhands.values.errors import ConfigError, DataDamaged, DataError, RunFailed, TaskError
-from manyhands.values.task import load_task
+from manyhands.values.loaded_task import load_task
 from tests.support.prepared_folders import fixed, write_folder
 from tests.support.web import SECRETS, Web
 

@@ -32,6 +32,7 @@ from manyhands.launch.wire.control_channel import SupervisorChannel
 from manyhands.planning.planner import plan
 from manyhands.values.bounded_types import NotUnderstood
 from manyhands.values.config import RunConfig, TrainConfig
+from manyhands.values.loaded_task import Loaded
 from manyhands.values.machine import Machine
 from manyhands.values.messages import (
     Beat,
@@ -52,7 +53,6 @@ from manyhands.values.messages import (
     encode,
 )
 from manyhands.values.run_folder import RunDir
-from manyhands.values.task import Loaded
 from manyhands.values.work_in_hand import WorkInHand
 from tests.support.situations import view, w
 from tests.support.tasks import make

@@ -65,7 +65,7 @@ from manyhands.data.mapreduce.resumable_tasks import DataTask, Submits, TaskRunn
 from manyhands.values.byte_sizes import parse_bytes
 from manyhands.values.errors import DataError, DataTaskFailed, ManyhandsError
 from manyhands.values.local_folders import local_folder
-from manyhands.values.task import user_traceback
+from manyhands.values.user_frames import user_traceback
 
 if TYPE_CHECKING:
     from manyhands.data.mapreduce.file_rows import FileRows

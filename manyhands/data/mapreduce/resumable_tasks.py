@@ -29,7 +29,7 @@ from manyhands.data.mapreduce.process_pool import Pool
 from manyhands.values.errors import DataError, DataTaskFailed, ManyhandsError
 from manyhands.values.machine import usable_cores
 from manyhands.values.run_folder import write_whole
-from manyhands.values.task import user_traceback
+from manyhands.values.user_frames import user_traceback
 
 T = TypeVar("T")
 

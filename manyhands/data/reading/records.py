@@ -20,7 +20,7 @@ from manyhands.data.columns.array_types import Positions
 from manyhands.data.ordering.epoch_order import FIRST, Order, RecordVisit, order
 from manyhands.values.errors import TaskError
 from manyhands.values.forked_children import one_process
-from manyhands.values.task import user_traceback
+from manyhands.values.user_frames import user_traceback
 
 # torch cannot take rows of these.
 _WIDER = {torch.uint16: torch.int32, torch.uint32: torch.int64}

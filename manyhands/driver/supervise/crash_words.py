@@ -4,7 +4,7 @@
 import re
 
 from manyhands.values.printable_text import printable
-from manyhands.values.task import is_library
+from manyhands.values.user_frames import is_library
 
 _FATAL = "Fatal Python error: "
 _STACK = re.compile(r"^(Current thread |Stack \().*most recent call first\):$")

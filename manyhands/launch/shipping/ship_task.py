@@ -27,7 +27,8 @@ from torch import Tensor
 
 from manyhands.values.environment import search_path
 from manyhands.values.errors import TaskError
-from manyhands.values.task import Loaded, Task, load_task
+from manyhands.values.loaded_task import Loaded, load_task
+from manyhands.values.task import Task
 from manyhands.values.worker_orders import Parcel, TorchSettings
 
 LARGE_BYTES = 1 << 14

@@ -13,7 +13,7 @@ from typing import Protocol
 from manyhands.values.bounded_types import SOME
 from manyhands.values.messages import Beat, StepRecord
 from manyhands.values.printable_text import printable
-from manyhands.values.task import user_stack
+from manyhands.values.user_frames import user_stack
 from manyhands.values.work_in_hand import Kind, WorkInHand
 
 

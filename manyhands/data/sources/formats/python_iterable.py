@@ -29,7 +29,7 @@ from manyhands.data.sources.formats.python_rows import (
 )
 from manyhands.data.sources.values.arrow_casting import piece_of
 from manyhands.values.errors import DataError, DataTaskFailed
-from manyhands.values.task import user_traceback
+from manyhands.values.user_frames import user_traceback
 
 NAME = "generator"
 _BATCH_ROWS = 1024
