@@ -16,11 +16,19 @@ import numpy as np
 import torch
 
 from manyhands.data.ordering.keyed_permutation import permutation
+from manyhands.data.reading.collate_items import Collate
 from manyhands.data.reading.prepared_data import PreparedData, prepared
-from manyhands.data.reading.records import Columns, Items, Records, RecordSubset
+from manyhands.data.reading.records import (
+    ColumnRows,
+    Columns,
+    Items,
+    Records,
+    RecordSubset,
+)
 from manyhands.data.shards.prepared_url import FolderOrUrl, RemoteFolder
-from manyhands.values.config import DataConfig
+from manyhands.values.config import DataConfig, RunConfig
 from manyhands.values.errors import TaskError
+from manyhands.values.task import Task
 
 if TYPE_CHECKING:
     from manyhands.data.fetching.fetch_before_start import FetchAmount
@@ -35,8 +43,17 @@ Listings = Callable[[FolderOrUrl], "Listing"]
 """Reads the manifest of a folder; the same one once."""
 
 
+def open_task(task: Task, config: RunConfig) -> tuple[Records, Records | None]:
+    """Training and held-out records of a task, as its run reads them."""
+    return open_data(task.data, task.held_out, config.data, collate=task.collate)
+
+
 def open_data(
-    data: Any, held_out: Any, settings: DataConfig = _DEFAULTS
+    data: Any,
+    held_out: Any,
+    settings: DataConfig = _DEFAULTS,
+    *,
+    collate: Collate | None = None,
 ) -> tuple[Records, Records | None]:
     """Training and held-out records of a task; complains about what cannot be read.
 
@@ -55,14 +72,14 @@ def open_data(
     if isinstance(held_out, str | Path):
         held_out = _held_out_split(prepared(held_out), listings) or prepared(held_out)
     data, held_out = _reachable([data, held_out], settings)
-    train = _records(data, "data", listings)
+    train = _records(data, "data", listings, collate)
     if len(train) == 0:
         raise TaskError("Task: data is empty (0 records).")
     if held_out is None:
         return train, None
     if isinstance(held_out, float):
         return _set_aside(train, held_out)
-    kept = _records(held_out, "held_out", listings)
+    kept = _records(held_out, "held_out", listings, collate)
     if len(kept) == 0:
         raise TaskError("Task: held_out is empty (0 records); leave it out to hold out nothing.")
     return train, kept
@@ -182,8 +199,14 @@ def _held_out_split(data: PreparedData, listings: Listings) -> PreparedData | No
     return None if named is None else replace(data, split=named)
 
 
-def _records(data: Any, where: str, listings: Listings) -> Records:
+def _records(data: Any, where: str, listings: Listings, collate: Collate | None) -> Records:
     if isinstance(data, PreparedData):
+        if collate is not None:
+            raise TaskError(
+                f"Task: collate is for records that are items, and {where} is a prepared folder, "
+                "which is read in columns. Say how its batches should look with mh.prepared(..., "
+                "pad=, stack=, transform=): docs/data.md."
+            )
         # Arrow is not needed by others, and large.
         from manyhands.data.reading.shard_records import ShardRecords
 
@@ -191,7 +214,8 @@ def _records(data: Any, where: str, listings: Listings) -> Records:
     if isinstance(data, Mapping):
         if not data:
             raise TaskError(f"Task: {where} is an empty dict; give columns of equal length.")
-        return Columns(data, where)
+        columns = Columns(data, where)
+        return columns if collate is None else Items(ColumnRows(columns), collate)
     if isinstance(data, torch.Tensor | np.ndarray):
         raise TaskError(
             f'Task: {where} is a bare array; name its columns: {where}={{"x": ..., "y": ...}}.'
@@ -202,4 +226,4 @@ def _records(data: Any, where: str, listings: Listings) -> Records:
             "Give a dict of tensors, a map-style Dataset (__len__ and __getitem__) or a prepared "
             "folder: exact order needs to reach any record."
         )
-    return Items(data)
+    return Items(data, collate)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import msgspec
 
 from manyhands.accounting.ledger import Book, Opened, journal_of, new_book, old_book
-from manyhands.data.open_data import make_ready, open_data
+from manyhands.data.open_data import make_ready, open_task
 from manyhands.data.reading.records import Records
 from manyhands.driver.bookkeeping import Bookkeeping
 from manyhands.driver.live.command_socket import CommandSocket
@@ -50,7 +50,7 @@ RESERVED_BYTES = 1 << 15
 def drive(job: ResolvedRun, launcher: Launcher, *, resume: int | None = None) -> Report:
     """Train from the beginning, or go on with a run whose lock is then held: from a saved step, or
     (0) from the beginning."""
-    records, held_out = open_data(job.loaded.task.data, job.loaded.task.held_out, job.config.data)
+    records, held_out = open_task(job.loaded.task, job.config)
     check_criteria(job.config, job.loaded.task, held_out)
     made = _planned(job, launcher, records)
     _refuse_if_finished(job, made, resume)

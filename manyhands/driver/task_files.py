@@ -11,7 +11,7 @@ import torch
 
 from manyhands.checkpoint.commit import FolderStorage, newest_sound
 from manyhands.checkpoint.step_files import MODEL
-from manyhands.data.open_data import open_data
+from manyhands.data.open_data import open_task
 from manyhands.data.reading.records import Records, sampled_digest
 from manyhands.evaluation.early_stopping import criterion
 from manyhands.values.config import EFFECTS, RunConfig, changed, read_toml, to_toml
@@ -68,7 +68,7 @@ def reload(run: RunDir, task: Task | None, config: RunConfig) -> tuple[Loaded, l
         loaded = load_task(source)
         if loaded.sha256 != note.sha256:
             notes.append(f"{source} has changed since the run began; results may differ")
-    records, _ = open_data(loaded.task.data, loaded.task.held_out, config.data)
+    records, _ = open_task(loaded.task, config)
     if sampled_digest(records) != note.data:
         notes.append("the training data is not what the run began with; results may differ")
     for name, version in _versions().items():

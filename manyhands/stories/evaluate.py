@@ -7,7 +7,7 @@ from pathlib import Path
 from manyhands.checkpoint.commit import FolderStorage, newest_sound, problem_of
 from manyhands.checkpoint.safetensors_files import fingerprint as fingerprint_of
 from manyhands.checkpoint.step_files import MODEL
-from manyhands.data.open_data import open_data
+from manyhands.data.open_data import open_task
 from manyhands.driver.task_files import reload
 from manyhands.evaluation import scores
 from manyhands.values.config import read_toml
@@ -40,7 +40,7 @@ def evaluate_request(request: EvaluateRequest) -> dict[str, float]:
     loaded, notes = reload(folder, request.task, config)
     for note in notes:
         warnings.warn(note, stacklevel=LEVEL)
-    _, held_out = open_data(loaded.task.data, loaded.task.held_out, config.data)
+    _, held_out = open_task(loaded.task, config)
     if held_out is None:
         raise RunDirError(f"the task of {folder.root} has no held-out records to evaluate on.")
     where = folder.step(chosen)

@@ -39,6 +39,10 @@ class Task:
     held_out: Any = None
     """Likewise, for scores; or a fraction of `data`, set aside by a fixed shuffle."""
 
+    collate: Callable[[list[Any]], Any] | None = None
+    """`collate(records)`: the list of a micro-batch's records (of `data` and of `held_out`) → a
+    batch. Left out: as torch's DataLoader does by default."""
+
     predict: "Callable[[Module, Any], tuple[Tensor, Tensor]] | None" = None
     """`predict(model, batch)`: predictions and targets, one row per record."""
 
@@ -54,7 +58,7 @@ class Task:
                 given = getattr(self, name)
                 what = "is missing" if given is None else f"is {type(given).__name__}"
                 raise TaskError(f"Task: {name} {what}; give a function. See docs/task.md.")
-        for name in ("schedule", "predict"):
+        for name in ("schedule", "predict", "collate"):
             if getattr(self, name) is not None and not callable(getattr(self, name)):
                 raise TaskError(f"Task: {name} is not a function. See docs/task.md.")
         if self.data is None:

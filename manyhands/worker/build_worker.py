@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from manyhands.data.open_data import make_ready, open_data, share
+from manyhands.data.open_data import make_ready, open_task, share
 from manyhands.data.reading.micro_batch_feed import MicroBatchFeed
 from manyhands.data.reading.records import Records
 from manyhands.launch.shipping import ship_task
@@ -71,7 +71,7 @@ def build_worker(
         """Before it has joined; so that nobody thinks it will not come."""
         channel.heartbeat.progress += 1
 
-    records, held_out = open_data(task.data, task.held_out, orders.config.data)
+    records, held_out = open_task(task, orders.config)
     make_ready(records, held_out, workers=1, fetch="missing", progress=fetched)
     feed = MicroBatchFeed(
         records,

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from manyhands.data.open_data import open_data
+from manyhands.data.open_data import open_task
 from manyhands.data.reading.micro_batch_feed import held_out_batches, on_device
 from manyhands.data.reading.records import Records
 from manyhands.evaluation import scores
@@ -66,7 +66,7 @@ def score_portably(config: RunConfig, stacklevel: int) -> None:
 
 def measured(task: Task, config: RunConfig, folder: Path, world: World) -> list[scores.BatchResult]:
     """This rank's part of the held-out records, scored with a saved step's weights."""
-    _, held_out = open_data(task.data, task.held_out, config.data)
+    _, held_out = open_task(task, config)
     assert held_out is not None and task.optimizer is not None
     threads, cpu = torch.get_num_threads(), torch.device("cpu")
     torch.set_num_threads(config.train.threads)  # part of the bits

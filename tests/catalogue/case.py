@@ -73,6 +73,7 @@ class Case:
     optimizer: Callable[[Any], Any] = adamw
     schedule: Callable[[Any], Any] | None = None
     data: Any = field(default_factory=rows)
+    collate: Callable[[list[Any]], Any] | None = None
     settings: Settings = Settings()
     refused: str | None = None
     """A pattern in what is said when it is refused; None: it trains, to the same bits."""

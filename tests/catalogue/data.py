@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate
 
 from tests.catalogue.case import RECORDS, Case, Settings, classify, rows
 
@@ -115,6 +116,29 @@ def row_of_numbers(model: Any, batch: Any) -> Tensor:
     return F.cross_entropy(model(batch["x"]), batch["y"].long())
 
 
+def long_or_short(i: int) -> dict[str, Any]:
+    return {"x": X[i, : 1 + i % 6], "y": int(Y[i])}
+
+
+def pads(records: list[Any]) -> dict[str, Tensor]:
+    """To the longest of them, and then to what the model takes."""
+    x = pad_sequence([r["x"] for r in records], batch_first=True)
+    return {"x": F.pad(x, (0, 6 - x.shape[1])), "y": torch.tensor([r["y"] for r in records])}
+
+
+def masks(records: list[Any]) -> dict[str, Tensor]:
+    """As masking collators do, with randomness of all three."""
+    batch = default_collate(records)
+    keep = torch.rand(batch["x"].shape) < 0.7 + 0.1 * np.random.random() + 0.1 * random.random()
+    return {"x": batch["x"] * keep, "y": batch["y"]}
+
+
+def spoils(records: list[Any]) -> dict[str, Tensor]:
+    """It writes to its records."""
+    return {"x": torch.stack([r["x"].mul_(0.5) for r in records]),
+            "y": torch.stack([r["y"] for r in records])}  # fmt: skip
+
+
 def mapped() -> Any:
     """Memory-mapped, from a file that is gone by now."""
     import tempfile
@@ -165,6 +189,13 @@ CASES = [
          data=Made(padded), loss=by_length),
     Case("augmented", "Randomness of torch, numpy and random in a record.", data=Made(augmented)),
     Case("many-at-once", "__getitems__.", data=ManyAtOnce(lambda i: {"x": X[i], "y": Y[i]})),
+    Case("collate-pads", "A collate of one's own, for records of many lengths.", collate=pads,
+         data=Made(long_or_short)),
+    Case("collate-masks", "A collate that draws random numbers.", collate=masks,
+         data=Made(lambda i: {"x": X[i], "y": Y[i]})),
+    Case("collate-rows", "Rows of columns are records, too.", collate=masks),
+    Case("collate-spoils", "What a collate writes to is not the data.", collate=spoils,
+         data={"x": X.clone(), "y": Y}),
     Case("subset", "Part of another.", data=Subset(TensorDataset(X, Y), list(range(27, 1, -1))),
          loss=pair),
     Case("concatenated", "Two, one after the other.", loss=pair,
@@ -185,11 +216,12 @@ CASES = [
     Case("seven-micro-batches", "A tree that is not full.",
          settings=Settings(batch=14, micro_batch=2)),
     Case("other-seed", "A seed of 63 bits.", settings=Settings(seed=2**62 + 12345)),
-    Case("dataclass-items", "What collation cannot do is said in its words.",
+    Case("dataclass-items", "What default collation cannot do is answered with the remedy.",
          data=Made(lambda i: dataclasses.make_dataclass("Item", ["x"])(X[i])),
-         refused="default_collate"),
+         refused=r"record \d+ is of type Item, of which no batch can be made.*collate="),
     Case("none-in-a-record", "So is None.", data=Made(lambda i: {"x": X[i], "y": None}),
-         refused="default_collate"),
+         refused=r"record \d+\['y'\] is None, of which no batch can be made.*collate="),
     Case("ragged", "And records of unequal length.", data=Made(lambda i: (X[i, : 1 + i % 5], Y[i])),
-         loss=pair, refused="stack expects each tensor to be equal size"),
+         loss=pair, refused=r"record \d+\[0\] has the shape \(\d,\), where record \d+\[0\] has the "
+                            r"shape \(\d,\).*collate="),
 ]  # fmt: skip

@@ -69,7 +69,7 @@ def take_step(case: Case, model: nn.Module, optimizer: Any, step: int, cut: list
         optimizer.zero_grad(set_to_none=True)
         model.zero_grad(set_to_none=True)
         begin_buffers(model, own, before, alone=len(cut) == 1)
-        data = fetch(case.data, ids, (s.seed, step, index, "data"))
+        data = fetch(case, ids, (s.seed, step, index, "data"))
         seed(s.seed, step, index, "forward")
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=s.precision == "bf16"):
             returned = case.loss(model, data)
@@ -121,11 +121,15 @@ def parts(ids: list[int], size: int) -> list[list[int]]:
     return [p.tolist() for p in np.array_split(np.array(ids), math.ceil(len(ids) / size))]
 
 
-def fetch(data: Any, ids: list[int], key: tuple[int | str, ...]) -> Any:
+def fetch(case: Case, ids: list[int], key: tuple[int | str, ...]) -> Any:
+    data, collate = case.data, case.collate or default_collate
     if isinstance(data, Mapping):
-        return {name: column_of(values)[ids].detach() for name, values in data.items()}
+        columns = {name: column_of(values).detach() for name, values in data.items()}
+        if case.collate is None:
+            return {name: column[ids] for name, column in columns.items()}
+        data = [{n: c[i].clone() for n, c in columns.items()} for i in range(len(columns["y"]))]
     seed(*key)
-    return default_collate([data[i] for i in ids])
+    return collate([data[i] for i in ids])
 
 
 def column_of(values: Any) -> Tensor:

@@ -28,7 +28,15 @@ KILLED = [
     "averages",
     "weights-of-zero",
 ]
-KILLED += ["own-noisy", "nadam-in-parts", "cyclic-momentum", "drawn", "augmented", "lookahead"]
+KILLED += [
+    "collate-masks",
+    "own-noisy",
+    "nadam-in-parts",
+    "cyclic-momentum",
+    "drawn",
+    "augmented",
+    "lookahead",
+]
 IN_BF16 = ["mlp", "wide", "batch-norm-2d", "attention", "weight", "clip", "gradient-penalty"]
 IN_BF16 += ["mixed-dtypes", "one-micro-batch"]
 
@@ -54,6 +62,7 @@ def run(
         optimizer=case.optimizer,
         schedule=case.schedule,
         data=case.data,
+        collate=case.collate,
     )
     train = {k: v for k, v in asdict(case.settings).items() if v is not None}
     return mh.train(

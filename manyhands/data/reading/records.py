@@ -3,21 +3,22 @@
 a batch of any of them.
 
 `Columns` holds a dict of tensors or arrays with one row per record; a batch is the same dict with
-the chosen rows. `Items` holds a map-style Dataset; its items are fetched one by one, in the
-worker's own thread, and collated as torch's DataLoader would. `shard_records` reads shards.
+the chosen rows. `Items` holds a map-style Dataset; its items are fetched in the worker's own
+thread, at once where it can, and collated by the task or as torch's DataLoader would.
+`shard_records` reads shards.
 """
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
-from torch.utils.data import default_collate
 
 from manyhands.accounting.deal_micro_batches import Batch
 from manyhands.data.columns.array_types import Positions
 from manyhands.data.ordering.epoch_order import FIRST, Order, RecordVisit, order
+from manyhands.data.reading.collate_items import Collate, collated
 from manyhands.values.errors import TaskError
 from manyhands.values.forked_children import one_process
 from manyhands.values.user_frames import user_traceback
@@ -96,8 +97,8 @@ class Columns:
 class Items:
     draws_randomness = True
 
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
+    def __init__(self, dataset: Any, collate: Collate | None = None) -> None:
+        self.dataset, self.collate = dataset, collate
         try:
             self.size = len(dataset)
         except Exception as error:
@@ -113,8 +114,22 @@ class Items:
         return order(seed, epoch, self.size)
 
     def batch(self, ids: Positions, visit: RecordVisit = FIRST) -> Batch:
+        numbers: list[int] = ids.tolist()
         with one_process():
-            return default_collate([self.dataset[i] for i in ids.tolist()])
+            return collated(self._items(numbers), numbers, self.collate)
+
+    def _items(self, numbers: list[int]) -> list[Any]:
+        """All at once where the data set has a way to (`__getitems__`), as DataLoader does."""
+        at_once = getattr(self.dataset, "__getitems__", None)
+        if not callable(at_once):
+            return [self.dataset[i] for i in numbers]
+        items: Any = at_once(numbers)
+        if not isinstance(items, Sequence) or len(cast("Sequence[Any]", items)) != len(numbers):
+            raise TaskError(
+                f"{type(self.dataset).__name__}.__getitems__ was asked for {len(numbers)} records "
+                f"and gave {_amount(items)}; it must give a list of as many."
+            )
+        return list(cast("Sequence[Any]", items))
 
     def part(self, numbers: Positions) -> Records:
         return RecordSubset(self, numbers)
@@ -123,7 +138,29 @@ class Items:
         return ids.tolist()
 
     def mark(self) -> bytes:
-        return b""
+        """What a data set says of itself: that of Hugging Face keeps a fingerprint."""
+        if isinstance(self.dataset, ColumnRows):
+            return self.dataset.columns.mark()
+        said = getattr(self.dataset, "_fingerprint", None)
+        return said.encode() if isinstance(said, str) else b""
+
+
+class ColumnRows:
+    """A dict of columns as a map-style Dataset: of each record, its row of every column."""
+
+    def __init__(self, columns: Columns) -> None:
+        self.columns = columns
+
+    def __len__(self) -> int:
+        return len(self.columns)
+
+    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
+        return {name: column[number] for name, column in self.columns.columns.items()}
+
+    def __getitems__(self, numbers: list[int]) -> list[dict[str, torch.Tensor]]:
+        """Copies: what a collate writes to is not the data."""
+        chosen = self.columns.batch(np.asarray(numbers, dtype=np.int64))
+        return [{name: rows[k] for name, rows in chosen.items()} for k in range(len(numbers))]
 
 
 class RecordSubset:
@@ -150,6 +187,10 @@ class RecordSubset:
 
     def mark(self) -> bytes:
         return self.whole.mark()
+
+
+def _amount(items: Any) -> str:
+    return f"{len(items)}" if hasattr(items, "__len__") else type(items).__name__
 
 
 def _column(name: str, values: Any, where: str) -> torch.Tensor:
