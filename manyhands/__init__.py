@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from manyhands.data.mapreduce.map_reduce import map_reduce
     from manyhands.data.reading.prepared_data import prepared
     from manyhands.stories.evaluate import evaluate, fingerprint
+    from manyhands.stories.load import load, report
     from manyhands.stories.prepare import prepare
     from manyhands.stories.replay import replay
     from manyhands.stories.train import resume, train
@@ -46,10 +47,12 @@ __all__ = [
     "__version__",
     "evaluate",
     "fingerprint",
+    "load",
     "map_reduce",
     "prepare",
     "prepared",
     "replay",
+    "report",
     "resume",
     "train",
 ]
@@ -57,10 +60,12 @@ __all__ = [
 _LATER = {
     "evaluate": "manyhands.stories.evaluate",
     "fingerprint": "manyhands.stories.evaluate",
+    "load": "manyhands.stories.load",
     "map_reduce": "manyhands.data.mapreduce.map_reduce",
     "prepare": "manyhands.stories.prepare",
     "prepared": "manyhands.data.reading.prepared_data",
     "replay": "manyhands.stories.replay",
+    "report": "manyhands.stories.load",
     "resume": "manyhands.stories.train",
     "train": "manyhands.stories.train",
 }

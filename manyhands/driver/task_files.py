@@ -46,8 +46,11 @@ class TaskNote(msgspec.Struct, frozen=True):
     versions: dict[str, str]
 
 
-def reload(run: RunDir, task: Task | None, config: RunConfig) -> tuple[Loaded, list[str]]:
-    """A run's task again, and what is different about it now. `config` says where its data is."""
+def reload(
+    run: RunDir, task: Task | None, config: RunConfig, *, with_data: bool = True
+) -> tuple[Loaded, list[str]]:
+    """A run's task again, and what is different about it now. `config` says where its data is;
+    without it, the data is not looked at, and need not be there."""
     try:
         note = msgspec.json.decode((run.task / "task.json").read_bytes(), type=TaskNote)
     except (OSError, msgspec.MsgspecError) as error:
@@ -68,9 +71,10 @@ def reload(run: RunDir, task: Task | None, config: RunConfig) -> tuple[Loaded, l
         loaded = load_task(source)
         if loaded.sha256 != note.sha256:
             notes.append(f"{source} has changed since the run began; results may differ")
-    records, _ = open_task(loaded.task, config)
-    if sampled_digest(records) != note.data:
-        notes.append("the training data is not what the run began with; results may differ")
+    if with_data:
+        records, _ = open_task(loaded.task, config)
+        if sampled_digest(records) != note.data:
+            notes.append("the training data is not what the run began with; results may differ")
     for name, version in _versions().items():
         if note.versions.get(name) != version:
             notes.append(_other_version(name, note.versions.get(name), version))

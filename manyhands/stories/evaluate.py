@@ -4,16 +4,17 @@
 import warnings
 from pathlib import Path
 
-from manyhands.checkpoint.commit import FolderStorage, newest_sound, problem_of
+from manyhands.checkpoint.commit import FolderStorage
 from manyhands.checkpoint.safetensors_files import fingerprint as fingerprint_of
 from manyhands.checkpoint.step_files import MODEL
 from manyhands.data.open_data import open_task
 from manyhands.driver.task_files import reload
 from manyhands.evaluation import scores
+from manyhands.stories.load import committed
 from manyhands.values.config import read_toml
-from manyhands.values.errors import CheckpointDamaged, RequestError, RunDirError
+from manyhands.values.errors import RequestError, RunDirError
 from manyhands.values.option_fields import taking
-from manyhands.values.run_folder import RunDir, open_run
+from manyhands.values.run_folder import open_run
 from manyhands.values.run_options import EvaluateRequest
 from manyhands.values.world import World
 from manyhands.worker.scoring import evaluation_of, measured, score_portably
@@ -33,7 +34,7 @@ def evaluate(request: EvaluateRequest) -> dict[str, float]:
 
 def evaluate_request(request: EvaluateRequest) -> dict[str, float]:
     folder = open_run(Path(request.run))
-    chosen = _committed(folder, request.step)
+    chosen = committed(folder, request.step)
     config, _ = read_toml(folder.config)
     if request.engine == "local":
         score_portably(config, LEVEL + 1)  # before the task's own code has computed something
@@ -58,24 +59,5 @@ def evaluate_request(request: EvaluateRequest) -> dict[str, float]:
 def fingerprint(run: str | Path, *, step: int | None = None) -> str:
     """SHA-256 over names, shapes, dtypes and bytes of a saved step's weights and buffers."""
     folder = open_run(Path(run))
-    chosen = _committed(folder, step)
+    chosen = committed(folder, step)
     return fingerprint_of(FolderStorage(folder).get(chosen, MODEL))
-
-
-def _committed(run: RunDir, step: int | None) -> int:
-    """The step asked for, or the newest one; never another one than that."""
-    storage = FolderStorage(run)
-    if step is None:
-        try:
-            newest = newest_sound(storage)
-        except CheckpointDamaged as error:
-            raise CheckpointDamaged(f"{error} To look at an earlier one, give --step.") from None
-        if newest is None:
-            raise RunDirError(f"{run.root} holds no checkpoint yet.")
-        return newest
-    if step not in (steps := storage.steps()):
-        there = ", ".join(str(s) for s in steps) or "none"
-        raise RunDirError(f"{run.root} has no saved step {step}; saved are: {there}.")
-    if (problem := problem_of(storage, step)) is not None:
-        raise CheckpointDamaged(problem)
-    return step

@@ -14,6 +14,7 @@ from manyhands.driver.drive import drive
 from manyhands.driver.resolved_run import NOTHING_ATTACHED, Attached, resolve, resolve_again
 from manyhands.launch.choose_engine import open_engine
 from manyhands.launch.engines.launcher import Launcher
+from manyhands.stories.load import loadable
 from manyhands.values.option_fields import taking
 from manyhands.values.report import Report
 from manyhands.values.run_folder import locked, open_run
@@ -59,7 +60,8 @@ def resume(call: ResumeCall) -> Report:
 
 def train_request(request: RunRequest, attached: Attached = NOTHING_ATTACHED) -> Report:
     with launched(request, attached.launcher) as launcher:
-        return drive(resolve(request, attached), launcher)
+        job = resolve(request, attached)
+        return loadable(drive(job, launcher), job.loaded.task)
 
 
 def resume_request(request: ResumeRequest, attached: Attached = NOTHING_ATTACHED) -> Report:
@@ -67,7 +69,7 @@ def resume_request(request: ResumeRequest, attached: Attached = NOTHING_ATTACHED
         folder = open_run(Path(request.run))
         with locked(folder):
             job, step = resolve_again(folder, request, attached)
-            return drive(job, launcher, resume=step)
+            return loadable(drive(job, launcher, resume=step), job.loaded.task)
 
 
 @contextmanager
