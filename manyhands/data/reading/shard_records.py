@@ -16,26 +16,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import torch
 
-from manyhands.data.columns.array_types import AnyArray, Positions
-from manyhands.data.columns.schema import ID, Column, Schema, column_of, type_of
+from manyhands.data.columns.array_types import Positions
+from manyhands.data.columns.schema import ID
 from manyhands.data.ordering.epoch_order import FIRST, RecordVisit
 from manyhands.data.ordering.record_randomness import Draw
 from manyhands.data.ordering.shuffle_windows import ShardOrder, Windows, cuts_of, starts_of
+from manyhands.data.reading.batch_columns import add_column, batch_columns, with_stacks
 from manyhands.data.reading.open_shards import OpenShards
-from manyhands.data.reading.pad_and_collate import (
-    Pick,
-    Picks,
-    take_fixed,
-    take_flat,
-    take_padded,
-    take_strings,
-)
+from manyhands.data.reading.pad_and_collate import Pick, Picks, take_fixed
 from manyhands.data.reading.prepared_data import PreparedData
 from manyhands.data.shards.manifest import Listing, Manifest, ShardInfo, SplitInfo, read_listing
-from manyhands.data.shards.shard_columns import Ragged
 from manyhands.data.shards.shard_file import OpenShard, open_shard
 from manyhands.values.errors import DataDamaged, DataError
 
@@ -60,7 +51,7 @@ class ShardRecords:
         self._shards: list[ShardInfo] = split.shards
         self._starts = starts_of([shard.rows for shard in split.shards])
         self._numbers = numbers
-        self._columns = _columns(manifest.schema, data)
+        self._columns = batch_columns(manifest.schema, data)
         self._sizes = np.diff(self._starts)
         window = data.window or max(1, split.rows * WINDOW_BYTES // max(1, split.nbytes))
         if numbers is not None:  # as many shards in a window as if all records were read
@@ -97,7 +88,8 @@ class ShardRecords:
         opened = [self._open_shards[shard].columns for shard in shards]
         batch: dict[str, Any] = {}
         for name, kind in self._columns:
-            self._add(batch, name, kind, [columns[name] for columns in opened], picks, len(ids))
+            rows = [columns[name] for columns in opened]
+            add_column(batch, name, kind, rows, picks, len(ids), self.data.pad)
         self._look_ahead(shards, visit)
         if self.data.transform is None:
             return batch
@@ -156,29 +148,6 @@ class ShardRecords:
         picks = [Pick(rows[a:b], grouped[a:b]) for a, b in pairwise(cuts)]
         return shards[cuts[:-1]].tolist(), picks
 
-    def _add(
-        self,
-        batch: dict[str, Any],
-        name: str,
-        kind: str,
-        columns: list[Any],
-        picks: Picks,
-        size: int,
-    ) -> None:
-        pad = self.data.pad
-        if kind == "fixed":
-            batch[name] = torch.from_numpy(take_fixed(columns, picks, size))
-        elif kind == "text":
-            batch[name] = take_strings(columns, picks, size)
-        elif pad == "flat":
-            values, offsets = take_flat(columns, picks, size)
-            batch[name] = torch.from_numpy(values)
-            batch[f"{name}_offsets"] = torch.from_numpy(offsets)
-        else:
-            values, lengths = take_padded(columns, picks, size, None if pad == "longest" else pad)
-            batch[name] = torch.from_numpy(values)
-            batch[f"{name}_length"] = torch.from_numpy(lengths)
-
     # ---- what is open
 
     def _open(self, number: int) -> OpenShard:
@@ -195,9 +164,7 @@ class ShardRecords:
 
     def _stacked(self, path: Path, info: ShardInfo, verify: bool) -> OpenShard:
         shard = open_shard(path, info, self._schema, verify=verify)
-        stack = self.data.stack or {}
-        stacked = {name: _side_by_side(shard, of) for name, of in stack.items()}
-        return OpenShard(shard.rows, {**shard.columns, **stacked})
+        return OpenShard(shard.rows, with_stacks(shard.columns, shard.rows, self.data.stack))
 
     def _let_go(self, number: int) -> None:
         if self.data.transfer is not None:
@@ -233,42 +200,3 @@ def _split(manifest: Manifest, data: PreparedData) -> SplitInfo:
         there = ", ".join(manifest.splits) or f"fold-0 to fold-{manifest.folds - 1}, each a folder"
         raise DataError(f"{data.folder} has no split '{data.split}'; there are {there}.")
     return manifest.splits[data.split]
-
-
-def _columns(schema: Schema, data: PreparedData) -> list[tuple[str, str]]:
-    """Names of what a batch holds, and their kinds: fixed, ragged or text."""
-    pad = data.pad
-    if not (pad > 0 if isinstance(pad, int) else pad in ("longest", "flat")):
-        raise DataError(f"pad = {pad!r}: give a length, 'longest' or 'flat'.")
-    stack = data.stack or {}
-    stacked = {name for names in stack.values() for name in names}
-    for name in sorted(stacked):
-        if _kind(column_of(schema, name)) != "fixed":
-            raise DataError(f"stack: column '{name}' has rows of different lengths.")
-    taken = [name for name in stack if name in {column.name for column in schema}]
-    if taken:
-        raise DataError(f"stack: '{taken[0]}' is a column already; choose another name.")
-    names = data.columns
-    if names is None:
-        kinds = [(c.name, _kind(c)) for c in schema if c.name not in stacked]
-        chosen = [(name, kind) for name, kind in kinds if kind != "text" and name != ID]
-    else:
-        chosen = [(name, _kind(column_of(schema, name))) for name in names if name != ID]
-    return [(ID, "fixed"), *chosen, *((name, "fixed") for name in stack)]
-
-
-def _kind(column: Column) -> str:
-    kind, t = type_of(column.type), pa.types
-    if t.is_string(kind):
-        return "text"
-    return "ragged" if t.is_list(kind) or t.is_binary(kind) else "fixed"
-
-
-def _side_by_side(shard: OpenShard, names: Sequence[str]) -> AnyArray:
-    """Columns as one matrix of float32."""
-    parts: list[AnyArray] = []
-    for name in names:
-        column = shard.columns[name]
-        assert not isinstance(column, Ragged)
-        parts.append(column.reshape(shard.rows, -1).astype(np.float32))
-    return np.concatenate(parts, axis=1)
