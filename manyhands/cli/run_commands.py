@@ -16,8 +16,10 @@ from manyhands.cli.printing import links_table, show_pairs, to_json, warnings_sh
 from manyhands.cli.shared_arguments import JsonFlag, RunFolder, Step
 from manyhands.monitor.ledger_page import print_proof
 from manyhands.values.errors import ManyhandsError, RunFailed
+from manyhands.values.printable_text import escaped
 from manyhands.values.run_folder import open_run
 from manyhands.values.run_options import EvaluateRequest
+from manyhands.values.task_params import params_text
 from manyhands.values.user_frames import user_traceback
 
 if TYPE_CHECKING:
@@ -63,6 +65,8 @@ def status(folder: RunFolder, json: JsonFlag = False) -> None:
     found.pop("hosts", None)  # manyhands hosts shows them
     hidden = ("pid", "host", "time", "run", "seconds_ago", "verdict")
     shown = {k: v for k, v in found.items() if k not in hidden}
+    if "params" in shown:
+        shown["params"] = params_text(shown["params"])
     shown["saved"] = ", ".join(str(s) for s in found["saved"]) or "nothing yet"
     damaged = shown.pop("damaged")
     show_pairs(shown)
@@ -98,11 +102,15 @@ def runs(
     if not found:
         print(f"no runs under {under}")
         return
-    table = Table("run", "state", "step", "scores", "began", box=None, pad_edge=False)
+    columns = ["run", "state", "step", "scores", "began"]
+    columns += ["params"] * any("params" in row for row in found)
+    table = Table(*columns, box=None, pad_edge=False)
     for row in found:
         scores = "  ".join(f"{k} {v:.4f}" for k, v in row["scores"].items())
         steps = f"{row['step']}/{row['total_steps']}"
-        table.add_row(row["run"], row["state"], steps, scores, row["began"])
+        params = escaped(params_text(row.get("params", {})))
+        cells = [row["run"], row["state"], steps, scores, row["began"], params]
+        table.add_row(*cells[: len(columns)])
     Console().print(table)
 
 

@@ -44,6 +44,7 @@ from manyhands.values.kernels import Kernels, otherwise
 from manyhands.values.messages import Beat, SavedFile, Settings, View
 from manyhands.values.report import Report
 from manyhands.values.run_folder import write_whole
+from manyhands.values.task_params import params_text
 from manyhands.values.verdict import Cause, Verdict
 from manyhands.values.worker_status import HostStatus, Link, WorkerStatus
 
@@ -96,9 +97,10 @@ class Bookkeeping:
             workers=made.workers.value,
         )
         verb = "training" if resume is None else f"resuming at step {first_step}"
-        title = f"{verb} in {job.run.root}"
-        lines = [title, *(f"  {line}" for line in made.lines())]
-        self.outputs.note("\n".join(lines))
+        lines = made.lines()
+        if job.loaded.params:
+            lines = [f"params: {params_text(job.loaded.params)}", *lines]
+        self.outputs.note("\n  ".join([f"{verb} in {job.run.root}", *lines]))
         self.event(
             events.Started(
                 step=first_step,

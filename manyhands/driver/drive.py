@@ -25,7 +25,7 @@ from manyhands.driver.stop_signals import asked_to_stop
 from manyhands.driver.supervise.run_outcome import Done
 from manyhands.driver.supervise.worker_states import Limits, Situation
 from manyhands.driver.supervisor import Supervisor
-from manyhands.driver.task_files import check_criteria, describe_run, task_line, weights_file
+from manyhands.driver.task_files import check_criteria, config_text, describe_run, weights_file
 from manyhands.driver.workforce import most_workers, reserve, room_for, speed_control, wanting
 from manyhands.launch.engines.launcher import Launcher, WorkerPlace
 from manyhands.launch.shipping import ship_task
@@ -33,7 +33,6 @@ from manyhands.launch.wire.control_channel import SupervisorChannel
 from manyhands.planning.planner import Plan, plan
 from manyhands.training.collective.collective import PRIVATE
 from manyhands.values import events
-from manyhands.values.config import to_toml
 from manyhands.values.credentials import new_secret
 from manyhands.values.errors import Interrupted, RunDirError, RunFailed
 from manyhands.values.report import Report
@@ -118,7 +117,7 @@ def _write_down(
     launcher.hosts.load(parcel.end, job.run.root, job.config.recovery.host_s)
     book, first_worker = _book(job, len(records), resume)
     books = Bookkeeping(job, made, resume, book)
-    write_whole(job.run.config, to_toml(job.config, task=task_line(job.loaded)))
+    write_whole(job.run.config, config_text(job.loaded, job.config))
     return _Written(parcel, books, first_worker, records_in_hand(*data, job.config))
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.checkpoint.commit import FolderStorage, newest_good
-from manyhands.driver.task_files import load, name_of, refuse_changes, reload
+from manyhands.driver.task_files import load, name_of, refuse_changes, refuse_other, reload
 from manyhands.launch.engines.launcher import Launcher
 from manyhands.planning.pace.deadline import Aim, read_aim
 from manyhands.planning.planner import read_workers
@@ -71,7 +71,7 @@ class ResolvedRun:
 
 def resolve(request: RunRequest, attached: Attached) -> ResolvedRun:
     """A run that begins."""
-    loaded, own = load(request.task)
+    loaded, own = load(request.task, request.params)
     config, given = own, request.config
     if given is not None:
         config = given if isinstance(given, RunConfig) else from_dict(given)
@@ -91,6 +91,7 @@ def resolve_again(
     wanted = config.with_settings(request.settings)
     refuse_changes(folder, config, wanted)
     loaded, notes = reload(folder, request.task, wanted)
+    refuse_other(folder, loaded, request.params)
     step, problems = _step_to_go_on_from(folder)
     return replace(
         _resolved(request, attached, folder, loaded, config),

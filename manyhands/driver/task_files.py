@@ -3,6 +3,7 @@
 
 import platform
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,26 +16,57 @@ from manyhands.data.open_data import open_task
 from manyhands.data.reading.records import Records, sampled_digest
 from manyhands.evaluation.early_stopping import criterion
 from manyhands.values.config import EFFECTS, RunConfig, changed, read_toml, to_toml
-from manyhands.values.errors import CheckpointDamaged, CheckpointMismatch, ConfigError, RunDirError
+from manyhands.values.errors import (
+    CheckpointDamaged,
+    CheckpointMismatch,
+    ConfigError,
+    RunDirError,
+    TaskError,
+)
 from manyhands.values.loaded_task import Loaded, load_task
 from manyhands.values.run_folder import RunDir, open_run, write_whole
 from manyhands.values.shell_commands import command_line
 from manyhands.values.task import Task
+from manyhands.values.task_params import (
+    GivenParams,
+    given_params,
+    no_params,
+    read_params,
+    recorded,
+    refuse_other_params,
+    settled,
+)
 from manyhands.values.version import VERSION
 
 
-def load(task: Task | str | Path) -> tuple[Loaded, RunConfig]:
+def load(task: Task | str | Path, params: GivenParams = ()) -> tuple[Loaded, RunConfig]:
     """A task from Python, from a .py file, or from TOML that names one; and its config."""
+    given = given_params(params)
     if isinstance(task, Task):
+        if given:
+            raise no_params(given, "what was given")
         return Loaded(task, None, None, None), RunConfig()
-    path = Path(task)
+    try:
+        path = Path(task)
+    except TypeError:
+        raise TaskError(_no_task(task)) from None
     if path.suffix != ".toml":
-        loaded = load_task(path)
+        loaded = load_task(path, given)
         return loaded, loaded.config or RunConfig()
     config, named = read_toml(path)
     if named is None:
         raise ConfigError(f'{path} names no task; put task = "file.py" at its top.')
-    return load_task(path.parent / named), config
+    return load_task(path.parent / named, read_params(path) | given), config
+
+
+def _no_task(given: object) -> str:
+    what = f"the task is {type(given).__name__}"
+    if isinstance(given, Mapping):
+        return f"{what}: make one of it with mh.Task(**that)."
+    if callable(given):
+        name = getattr(given, "__name__", "it")
+        return f"{what}: give what it returns, {name}(...), or the file that defines it."
+    return f"{what}: give a mh.Task, or the file that defines one."
 
 
 class TaskNote(msgspec.Struct, frozen=True):
@@ -57,7 +89,7 @@ def reload(
         raise RunDirError(f"{run.task / 'task.json'} cannot be read: {error}") from error
     notes: list[str] = []
     if task is not None:
-        loaded = Loaded(task, None, None, None)
+        loaded = Loaded(task, None, None, None, params=read_params(run.config))
     elif note.source is None:
         raise RunDirError(
             f"the task of {run.root} was made in Python, so only Python can make it again: "
@@ -68,7 +100,13 @@ def reload(
         if not source.exists():
             notes.append(f"{source} is gone; using the copy in {run.task}")
             source = run.task / source.name
-        loaded = load_task(source)
+        try:
+            loaded = load_task(source, read_params(run.config))
+        except ConfigError as error:
+            raise TaskError(
+                f"{source} takes other parameters than those that {run.root} was begun with: "
+                f"{error} As it was then: {run.task / source.name}"
+            ) from error
         if loaded.sha256 != note.sha256:
             notes.append(f"{source} has changed since the run began; results may differ")
     if with_data:
@@ -82,7 +120,7 @@ def reload(
 
 
 def describe_run(run: RunDir, loaded: Loaded, config: RunConfig, records: Records) -> None:
-    write_whole(run.config, to_toml(config, task=task_line(loaded)))
+    write_whole(run.config, config_text(loaded, config))
     source = loaded.source
     note = TaskNote(
         str(source) if source else None, loaded.sha256, sampled_digest(records), _versions()
@@ -92,8 +130,10 @@ def describe_run(run: RunDir, loaded: Loaded, config: RunConfig, records: Record
         write_whole(run.task / source.name, loaded.text)
 
 
-def task_line(loaded: Loaded) -> str | None:
-    return str(loaded.source) if loaded.source else None
+def config_text(loaded: Loaded, config: RunConfig) -> str:
+    """config.toml: with it, `manyhands train` begins the same run again."""
+    source = str(loaded.source) if loaded.source else None
+    return to_toml(config, task=source, params=recorded(loaded.params))
 
 
 def _versions() -> dict[str, str]:
@@ -162,6 +202,19 @@ def refuse_changes(run: RunDir, before: RunConfig, after: RunConfig) -> None:
                 f"start a new one: {command_line('train', 'FILE', '--set', f'{setting}={now}')}"
                 f"{_instead_of(setting, run)}"
             )
+
+
+def refuse_other(run: RunDir, loaded: Loaded, given: GivenParams) -> None:
+    """Parameters of the task, likewise."""
+    if not (asked := given_params(given)):
+        return
+    if loaded.source is None or loaded.module is None:
+        raise no_params(asked, "the task that was given")
+    if not callable(function := getattr(loaded.module, "task", None)) or not loaded.params:
+        raise no_params(asked, loaded.source)
+    wanted = settled(function, {**loaded.params, **asked}, loaded.source)
+    again = command_line("train", loaded.source)
+    refuse_other_params(run.root, loaded.params, wanted, again)
 
 
 def _instead_of(setting: str, run: RunDir) -> str:

@@ -23,12 +23,14 @@ from manyhands.data.shards.prepared_url import RemoteFolder, folder_of
 from manyhands.driver.task_files import load
 from manyhands.values.config import EFFECTS, RunConfig, changed, read_toml
 from manyhands.values.errors import RequestError, RunFailed, TaskError
+from manyhands.values.loaded_task import Loaded
 from manyhands.values.local_folders import local_folder
 from manyhands.values.machine import usable_cores
 from manyhands.values.option_fields import command_option
 from manyhands.values.report import Report
 from manyhands.values.run_folder import RunDir, write_whole
 from manyhands.values.run_options import RunRequest
+from manyhands.values.task_params import params_text, read_params, recorded
 
 SUMMARY = "folds.json"
 
@@ -55,12 +57,12 @@ def train_folds(request: RunRequest, to: Path, *, say: Callable[[str], None]) ->
             raise RequestError(f"--fold all takes no --{name.replace('_', '-')}: {why}.")
     to = local_folder(to, "runs")
     file = Path(str(request.task))
-    loaded, config = load(file)
+    loaded, config = load(file, request.params)
     folds = _folds_of(loaded.task.data)
     each, side_by_side = _room(request, folds)
 
     def train(fold: int) -> Report:
-        report = _train(request.but(workers=each), config, to / f"fold-{fold}", fold)
+        report = _train(request.but(workers=each), loaded, config, to / f"fold-{fold}", fold)
         say(f"fold {fold}  " + "  ".join(f"{k} {v:.4f}" for k, v in report.scores.items()))
         return report
 
@@ -93,9 +95,10 @@ def _folds_of(data: Any) -> int:
     return folds
 
 
-def _train(request: RunRequest, config: RunConfig, to: Path, fold: int) -> Report:
+def _train(request: RunRequest, loaded: Loaded, config: RunConfig, to: Path, fold: int) -> Report:
     run = RunDir(to)
     if run.report.exists():
+        _refuse_other_params(run, loaded)
         _refuse_another(run, config.with_settings([*request.settings, f"data.fold={fold}"]))
         return msgspec.json.decode(run.report.read_bytes(), type=Report)
     command = fold_command(request, to, fold, resumed=run.config.exists())
@@ -131,6 +134,15 @@ def _refuse_another(run: RunDir, wanted: RunConfig) -> None:
                 f"{run.root} is finished, and was trained with {setting} = {was}; now it would be "
                 f"{now}. Give another --to, or remove that folder."
             )
+
+
+def _refuse_other_params(run: RunDir, loaded: Loaded) -> None:
+    before = read_params(run.config)
+    if (was := params_text(before)) != (now := params_text(recorded(loaded.params))):
+        raise RequestError(
+            f"{run.root} is finished, and was trained with --param {was or 'left out'}; now it "
+            f"would be {now or 'left out'}. Give another --to, or remove that folder."
+        )
 
 
 def _together(reports: Sequence[Report]) -> Folded:

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """How runs are doing, from their folders alone. Imports no torch, so it answers at once."""
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from manyhands.checkpoint.commit import FolderStorage, glance, saved_steps
 from manyhands.launch.hosts.withdrawn_hosts import read_withdrawn
 from manyhands.monitor.run_status import status as status_of
-from manyhands.values.run_folder import open_run, runs_under
+from manyhands.values.errors import ConfigError
+from manyhands.values.run_folder import RunDir, open_run, runs_under
+from manyhands.values.task_params import read_params
 
 
 def status(run: Path) -> dict[str, Any]:
@@ -18,7 +21,15 @@ def status(run: Path) -> dict[str, Any]:
     gone = set[int]() if going else saved_steps(folder) - set(there)
     damaged = [f"step {step} was saved, and {folder.step(step)} is gone" for step in sorted(gone)]
     damaged += [problem for step in there if (problem := glance(storage, step)) is not None]
-    return {**now, "saved": there, "damaged": damaged}
+    return {**now, **_params(folder), "saved": there, "damaged": damaged}
+
+
+def _params(run: RunDir) -> dict[str, Any]:
+    """Of its task, if it has any. A config.toml that is damaged says nothing."""
+    with suppress(OSError, ValueError, ConfigError):
+        if found := read_params(run.config):
+            return {"params": found}
+    return {}
 
 
 def hosts(run: Path) -> list[dict[str, Any]]:
@@ -44,6 +55,6 @@ def list_runs(under: Path) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for run in runs_under(under):
         now = status_of(run)
-        row = {key: now[key] for key in ("run", "state", "step", "total_steps")}
+        row = {key: now[key] for key in ("run", "state", "step", "total_steps")} | _params(run)
         found.append(row | {"scores": now.get("scores", {}), "began": run.config.stat().st_ctime})
     return found

@@ -6,7 +6,6 @@ A section left out means the feature is off. Errors name the key and, when it is
 nearest right one. No default depends on the number of workers: it must not change the result.
 """
 
-import difflib
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -17,6 +16,7 @@ import msgspec
 
 from manyhands.values.errors import ConfigError
 from manyhands.values.setting_fields import Effect, effect_of, is_live, setting
+from manyhands.values.toml_values import nearest, read_value, written_value
 from manyhands.values.train_config import TrainConfig, at_least
 
 BY_DEFAULT_S = 300.0
@@ -180,7 +180,7 @@ class RunConfig:
                 )
             if path.strip() in _INSTEAD:  # a length given here replaces the other kind of length
                 tree.get("train", {}).pop(_INSTEAD[path.strip()], None)
-            tree.setdefault(section, {})[key] = _value(text.strip())
+            tree.setdefault(section, {})[key] = read_value(text.strip())
         return from_dict(tree)
 
 
@@ -220,7 +220,7 @@ def read_changes(settings: Iterable[str]) -> dict[str, Any]:
             name = "train.clip_norm"
         if "." in name and name not in LIVE:
             raise ConfigError(_why_not_now(name))
-        changes[name] = _value(text)
+        changes[name] = read_value(text)
     return changes
 
 
@@ -229,7 +229,7 @@ def _why_not_now(name: str) -> str:
     match EFFECTS.get(name):
         case None:
             return (
-                f"{name} cannot change while a run goes on{_nearest(name, LIVE)} "
+                f"{name} cannot change while a run goes on{nearest(name, LIVE)} "
                 "The optimizer's own (lr, weight_decay, ...) have no section."
             )
         case "weights":
@@ -264,7 +264,7 @@ def of_the_result(config: RunConfig) -> RunConfig:
 
 def live_settings(changes: Mapping[str, Any]) -> list[str]:
     """Those of the changes that are config, as `with_settings` takes them."""
-    return [f"{name}={_toml_value(value)}" for name, value in changes.items() if "." in name]
+    return [f"{name}={written_value(value)}" for name, value in changes.items() if "." in name]
 
 
 def from_dict(tree: Mapping[str, Any]) -> RunConfig:
@@ -272,7 +272,7 @@ def from_dict(tree: Mapping[str, Any]) -> RunConfig:
     sections: dict[str, Any] = {}
     for name, values in tree.items():
         if name not in SECTIONS:
-            raise ConfigError(f"there is no section [{name}]{_nearest(name, SECTIONS)}")
+            raise ConfigError(f"there is no section [{name}]{nearest(name, SECTIONS)}")
         if not isinstance(values, Mapping):
             raise ConfigError(f"{name} is a section: write [{name}] and its settings below it.")
         sections[name] = _section(name, dict(values))
@@ -286,6 +286,7 @@ def from_toml(text: str, *, where: str) -> tuple[RunConfig, str | None]:
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{where} is not valid TOML: {error}") from error
     task = tree.pop("task", None)
+    tree.pop("params", None)  # the task's own: see task_params.py
     if task is not None and not isinstance(task, str):
         raise ConfigError(f'{where}: write the task as task = "file.py", at the top of the file.')
     try:
@@ -311,11 +312,13 @@ def to_dict(config: RunConfig) -> dict[str, dict[str, Any]]:
     }
 
 
-def to_toml(config: RunConfig, *, task: str | None = None) -> str:
-    lines = [f"task = {_toml_value(task)}", ""] if task else []
-    for name, section in to_dict(config).items():
+def to_toml(
+    config: RunConfig, *, task: str | None = None, params: Mapping[str, Any] | None = None
+) -> str:
+    lines = [f"task = {written_value(task)}", ""] if task else []
+    for name, section in {**({"params": params} if params else {}), **to_dict(config)}.items():
         lines.append(f"[{name}]")
-        lines += [f"{key} = {_toml_value(value)}" for key, value in section.items()]
+        lines += [f"{key} = {written_value(value)}" for key, value in section.items()]
         lines.append("")
     return "\n".join(lines)
 
@@ -325,7 +328,7 @@ def _section(name: str, values: dict[str, Any]) -> Any:
     known = [f.name for f in fields(section)]
     for key in values:
         if key not in known:
-            raise ConfigError(f"[{name}] has no setting '{key}'{_nearest(key, known)}")
+            raise ConfigError(f"[{name}] has no setting '{key}'{nearest(key, known)}")
     try:
         return msgspec.convert(values, section)
     except msgspec.ValidationError as error:
@@ -335,25 +338,3 @@ def _section(name: str, values: dict[str, Any]) -> Any:
         key = path.rstrip("`")
         expected = text.partition(", got")[0]
         raise ConfigError(f"{name}.{key}: {expected}, got {values.get(key)!r}.") from None
-
-
-def _nearest(word: str, known: Iterable[str]) -> str:
-    known = list(known)
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f"; did you mean '{close[0]}'?" if close else f". There are: {', '.join(known)}."
-
-
-def _value(text: str) -> Any:
-    """A --set value: TOML where it parses (3, 0.5, true, "x"), otherwise the string itself."""
-    try:
-        return tomllib.loads(f"v = {text}")["v"]
-    except tomllib.TOMLDecodeError:
-        return text
-
-
-def _toml_value(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        return msgspec.json.encode(value).decode()  # a JSON string is a TOML basic string
-    return repr(value)

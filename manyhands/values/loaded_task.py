@@ -4,16 +4,19 @@
 import hashlib
 import importlib.util
 import sys
-from collections.abc import Mapping
-from contextlib import redirect_stdout
-from dataclasses import dataclass
+import traceback
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from manyhands.values.config import RunConfig, from_dict
 from manyhands.values.errors import RequestError, TaskError
 from manyhands.values.task import Task
-from manyhands.values.user_frames import user_traceback
+from manyhands.values.task_params import Params, called, no_params, settled
+from manyhands.values.user_frames import own_frames, user_traceback
 
 MODULE_NAME = "manyhands_task"
 """What a task file is called while it is loaded."""
@@ -29,14 +32,17 @@ class Loaded:
     source: Path | None
     module: ModuleType | None
     text: str = ""
+    params: Params = field(default_factory=dict[str, Any])
+    """What its function was called with, where it is made by one."""
 
     @property
     def sha256(self) -> str:
         return hashlib.sha256(self.text.encode()).hexdigest()
 
 
-def load_task(path: Path) -> Loaded:
-    """Run a Python file that defines `task` (and, if it likes, `config`)."""
+def load_task(path: Path, params: Params | None = None) -> Loaded:
+    """Run a Python file that defines `task`, or a function of that name which makes it (and, if it
+    likes, `config`)."""
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -50,16 +56,14 @@ def load_task(path: Path) -> Loaded:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[MODULE_NAME] = module
-    try:
-        with redirect_stdout(sys.stderr):  # what a command prints may be read by a program
-            spec.loader.exec_module(module)
-    except RequestError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise TaskError(
-            f"the task file {path} could not be run.\n{user_traceback(error, path)}"
-        ) from error
-    task = getattr(module, "task", None)
+    with _as_a_program(path, "the task file {} could not be run."):
+        spec.loader.exec_module(module)
+    task, given = getattr(module, "task", None), dict(params or {})
+    if callable(task) and not isinstance(task, Task):
+        given = settled(task, given, path)
+        task = _made(task, given, path)
+    elif given:
+        raise no_params(given, path)
     if not isinstance(task, Task):
         found = (
             "defines no `task`" if task is None else f"has a `task` of type {type(task).__name__}"
@@ -70,4 +74,40 @@ def load_task(path: Path) -> Loaded:
         config = from_dict(config)
     if not isinstance(config, RunConfig | None):
         raise TaskError(f"{path}: `config` is {type(config).__name__}, not mh.RunConfig or a dict.")
-    return Loaded(task, config, path, module, text)
+    return Loaded(task, config, path, module, text, given)
+
+
+def _made(function: Callable[..., Any], params: Params, path: Path) -> Task:
+    with _as_a_program(path, "task() of {} could not be run."):
+        made = called(function, params)
+    if isinstance(made, Task):
+        return made
+    what = "nothing: does it end with `return mh.Task(...)`?"
+    if made is not None:
+        what = f"{type(made).__name__}; it must return mh.Task(...)."
+    raise TaskError(f"task() of {path} returned {what}")
+
+
+@contextmanager
+def _as_a_program(path: Path, failed: str) -> Generator[None]:
+    """The user's own code, as `python file.py` would run it: without any arguments of ours."""
+    before, sys.argv = sys.argv, [str(path)]
+    try:
+        with redirect_stdout(sys.stderr):  # what a command prints may be read by a program
+            yield
+    except RequestError as error:
+        own = [f for f in own_frames(error) if not f.filename.startswith("<")]  # a dataclass's
+        where = [f"\n  {f.filename}:{f.lineno} in {f.name}" for f in own[-1:]]
+        raise type(error)("".join([str(error), *where])) from error
+    except (Exception, SystemExit) as error:
+        files = [Path(frame.filename).stem for frame in traceback.extract_tb(error.__traceback__)]
+        hint = ARGUMENTS if isinstance(error, SystemExit) and "argparse" in files else ""
+        raise TaskError(f"{failed.format(path)}\n{user_traceback(error, path)}{hint}") from error
+    finally:
+        sys.argv = before
+
+
+ARGUMENTS = (
+    "\nA task file is given no arguments. Make them parameters of the task: "
+    "def task(lr=1e-3): return mh.Task(...), and --param lr=3e-4"
+)

@@ -14,6 +14,7 @@ from typing import Any, Self
 from manyhands.values.config import RunConfig
 from manyhands.values.option_fields import argument, option
 from manyhands.values.task import Task
+from manyhands.values.task_params import GivenParams
 
 SSH = "ssh -o BatchMode=yes -o ConnectTimeout=10"
 
@@ -52,6 +53,12 @@ class Spoken:
         changed = replace(self, **changes)
         object.__setattr__(changed, "asked", self.asked)
         return changed
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskParams:
+    params: GivenParams = option((), cli=str, many=True, flags=("--param",), metavar="name=value")
+    """A parameter of the task, where a function makes it. Repeatable; in Python a dict will do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,12 +137,12 @@ class OldRun:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunRequest(Where, Spoken, Pace, NewRun):
+class RunRequest(Where, TaskParams, Spoken, Pace, NewRun):
     """A run that is to be trained from its beginning."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResumeRequest(Where, Spoken, Pace, OldRun):
+class ResumeRequest(Where, TaskParams, Spoken, Pace, OldRun):
     """A run that is to go on from its newest good checkpoint."""
 
 

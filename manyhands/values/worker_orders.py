@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the driver tells a worker as it starts it; all else it learns from the supervisor."""
 
+from typing import Any
+
 import msgspec
 
 from manyhands.values.config import RunConfig
@@ -38,6 +40,8 @@ class Parcel(msgspec.Struct, frozen=True):
     path: list[str] = []
     """The driver's sys.path"""
     source: str | None = None
+    params: dict[str, Any] = {}
+    """What its function is called with then."""
     settings: TorchSettings = TorchSettings()
 
 

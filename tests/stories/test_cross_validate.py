@@ -18,6 +18,7 @@ GIVEN: dict[str, tuple[Any, list[str]]] = {
     "workers": ("1:3", ["--workers=1:3"]),
     "samples_per_second": (50.0, ["--samples-per-second=50.0"]),
     "settings": (("log.csv=true", "train.seed=3"), ["--set=log.csv=true", "--set=train.seed=3"]),
+    "params": (("lr=0.1", "width=8"), ["--param=lr=0.1", "--param=width=8"]),
     "engine": ("inline", ["--engine=inline"]),
     "hosts": ("a,b:4", ["--hosts=a,b:4"]),
     "token_file": (Path("t o k e n"), ["--token-file=t o k e n"]),

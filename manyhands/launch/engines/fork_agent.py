@@ -344,6 +344,7 @@ def gone_with(driver: int) -> Generator[None]:
 
 def main() -> None:
     number, named, parent = sys.argv[1:4]
+    del sys.argv[1:]  # they are not for user code that parses its own
     try:
         driver = os.pidfd_open(int(parent))
     except ProcessLookupError:

@@ -29,6 +29,7 @@ from manyhands.values.environment import search_path
 from manyhands.values.errors import TaskError
 from manyhands.values.loaded_task import Loaded, load_task
 from manyhands.values.task import Task
+from manyhands.values.task_params import recorded
 from manyhands.values.worker_orders import Parcel, TorchSettings
 
 LARGE_BYTES = 1 << 14
@@ -93,7 +94,12 @@ def pack(loaded: Loaded, fd: int, *, many: bool = False) -> Parcel:
                 "pickled (open files, locks, connections) inside a function or __getitem__, or "
                 "put the task in a file and use: manyhands train FILE.py"
             ) from error
-        return Parcel(source=str(loaded.source), path=sys.path, settings=torch_settings())
+        return Parcel(
+            source=str(loaded.source),
+            params=recorded(loaded.params),
+            path=sys.path,
+            settings=torch_settings(),
+        )
     end = _write(fd, pickled, 0)
     stretches: list[tuple[int, int]] = []
     for raw in buffers:
@@ -154,7 +160,7 @@ def unpack(parcel: Parcel, fd: int) -> Task:
     search_path(parcel.path)
     apply_settings(parcel.settings)
     if parcel.source is not None:
-        return load_task(Path(parcel.source)).task
+        return load_task(Path(parcel.source), parcel.params).task
     # Copy-on-write: writable for code that insists, private to this worker.
     writable = mmap.PROT_READ | mmap.PROT_WRITE
     everything = memoryview(mmap.mmap(fd, parcel.end, flags=mmap.MAP_PRIVATE, prot=writable))
