@@ -13,7 +13,7 @@ from rich.table import Table
 
 from manyhands.cli.options_from_requests import options_of
 from manyhands.cli.printing import links_table, show_pairs, to_json, warnings_shown
-from manyhands.cli.shared_arguments import JsonFlag, RunFolder, Step
+from manyhands.cli.shared_arguments import JsonFlag, RunFolder, Step, WhichWeights
 from manyhands.monitor.ledger_page import print_proof
 from manyhands.values.errors import ManyhandsError, RunFailed
 from manyhands.values.printable_text import escaped
@@ -42,13 +42,15 @@ def evaluate(request: EvaluateRequest, json: JsonFlag = False) -> None:
     show_pairs(scores, as_json=json)
 
 
-def fingerprint(folder: RunFolder, step: Step = None, json: JsonFlag = False) -> None:
+def fingerprint(
+    folder: RunFolder, step: Step = None, weights: WhichWeights = "trained", json: JsonFlag = False
+) -> None:
     """Print the SHA-256 of a saved step's weights and buffers."""
     open_run(folder)
     from manyhands.stories import evaluate
 
     with warnings_shown():
-        mark = evaluate.fingerprint(folder, step=step)
+        mark = evaluate.fingerprint(folder, step=step, weights=weights)
     print(to_json({"fingerprint": mark}) if json else mark)
 
 

@@ -8,6 +8,10 @@ import typer
 
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder.")]
 Step = Annotated[int | None, typer.Option(help="A saved step; left out, the newest one.")]
+WhichWeights = Annotated[
+    str,
+    typer.Option("--weights", metavar="trained, ema or swa", help="Those, or an average of them."),
+]
 WaitOption = Annotated[float, typer.Option("--wait", help="Seconds to wait until it is done.")]
 QuietFlag = Annotated[bool, typer.Option("--quiet", "-q", help="Print warnings and errors only.")]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Answer in JSON.")]

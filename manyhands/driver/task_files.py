@@ -194,7 +194,7 @@ def check_criteria(config: RunConfig, task: Task, held_out: Records | None) -> N
 def refuse_changes(run: RunDir, before: RunConfig, after: RunConfig) -> None:
     """What the steps already taken followed from stays as it was when they go on."""
     for setting, (was, now) in changed(before, after).items():
-        if EFFECTS[setting] == "weights":
+        if EFFECTS[setting] in ("weights", "saved"):
             said = "left out" if was is None else was
             raise ConfigError(
                 f"--set {setting}={now}: {setting} is part of the result, and the steps that "

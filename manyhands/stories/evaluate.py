@@ -6,7 +6,7 @@ from pathlib import Path
 
 from manyhands.checkpoint.commit import FolderStorage
 from manyhands.checkpoint.safetensors_files import fingerprint as fingerprint_of
-from manyhands.checkpoint.step_files import MODEL
+from manyhands.checkpoint.step_files import no_average, weights_file
 from manyhands.data.open_data import open_task
 from manyhands.driver.task_files import reload
 from manyhands.evaluation import scores
@@ -14,7 +14,7 @@ from manyhands.stories.load import committed
 from manyhands.values.config import read_toml
 from manyhands.values.errors import RequestError, RunDirError
 from manyhands.values.option_fields import taking
-from manyhands.values.run_folder import open_run
+from manyhands.values.run_folder import RunDir, open_run
 from manyhands.values.run_options import EvaluateRequest
 from manyhands.values.world import World
 from manyhands.worker.scoring import evaluation_of, measured, score_portably
@@ -36,6 +36,9 @@ def evaluate_request(request: EvaluateRequest) -> dict[str, float]:
     folder = open_run(Path(request.run))
     chosen = committed(folder, request.step)
     config, _ = read_toml(folder.config)
+    if request.weights is not None:
+        _kept(folder, chosen, request.weights)
+        config = config.with_settings([f"evaluate.weights={request.weights}"])
     if request.engine == "local":
         score_portably(config, LEVEL + 1)  # before the task's own code has computed something
     loaded, notes = reload(folder, request.task, config)
@@ -56,8 +59,19 @@ def evaluate_request(request: EvaluateRequest) -> dict[str, float]:
     return scores.combine(evaluation_of(loaded.task, config), results)
 
 
-def fingerprint(run: str | Path, *, step: int | None = None) -> str:
-    """SHA-256 over names, shapes, dtypes and bytes of a saved step's weights and buffers."""
+def fingerprint(run: str | Path, *, step: int | None = None, weights: str = "trained") -> str:
+    """SHA-256 over names, shapes, dtypes and bytes of a saved step's weights and buffers.
+
+    `weights`: the trained ones, or an average of them that the run kept ("ema", "swa").
+    """
     folder = open_run(Path(run))
     chosen = committed(folder, step)
-    return fingerprint_of(FolderStorage(folder).get(chosen, MODEL))
+    return fingerprint_of(FolderStorage(folder).get(chosen, _kept(folder, chosen, weights)))
+
+
+def _kept(run: RunDir, step: int, weights: str) -> str:
+    """The file with these weights, which must be one of the step's."""
+    file = weights_file(weights)
+    if file not in FolderStorage(run).manifest(step).files:
+        raise RunDirError(no_average(run.step(step), weights))
+    return file

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from manyhands.checkpoint.step_files import MODEL, STATE
+from manyhands.checkpoint.step_files import STATE, weights_file
 from manyhands.evaluation import scores
 from manyhands.launch.ray.ray_executor import open_executor
 from manyhands.launch.shipping import ship_task
@@ -54,9 +54,8 @@ def _packed(loaded: Loaded, config: RunConfig, folder: Path) -> EvaluationParcel
         memory = Path(f"/proc/self/fd/{fd}").read_bytes()
     finally:
         os.close(fd)
-    return EvaluationParcel(
-        config, parcel, memory, {n: (folder / n).read_bytes() for n in (MODEL, STATE)}
-    )
+    files = (weights_file(config.scored_weights), STATE)
+    return EvaluationParcel(config, parcel, memory, {n: (folder / n).read_bytes() for n in files})
 
 
 def _part(everything: bytes, rank: int, ranks: int) -> bytes:

@@ -16,7 +16,7 @@ from manyhands.accounting import ledger
 from manyhands.accounting.proof import check
 from manyhands.checkpoint.commit import FolderStorage, newest_good, problem_of, saved_steps
 from manyhands.checkpoint.safetensors_files import fingerprint
-from manyhands.checkpoint.step_files import MODEL
+from manyhands.checkpoint.step_files import MODEL, weights_files
 from manyhands.driver.drive import drive
 from manyhands.driver.resolved_run import ResolvedRun
 from manyhands.driver.task_files import reload
@@ -180,9 +180,11 @@ def _compare(run: RunDir, again: RunDir, found: Replayed) -> Replayed:
                 found.damaged.append(problem)
             continue
         found.compared_weights.append(step)
-        before, now = (fingerprint(r.step(step) / MODEL) for r in (run, again))
-        if before != now:
-            found.differences.append(
-                f"step {step}: the weights were {before[:16]}…, now they are {now[:16]}…"
-            )
+        for file in weights_files(run.step(step)):
+            before, now = (fingerprint(r.step(step) / file) for r in (run, again))
+            if before != now:
+                what = "weights" if file == MODEL else file
+                found.differences.append(
+                    f"step {step}: the {what} were {before[:16]}…, now they are {now[:16]}…"
+                )
     return found

@@ -21,6 +21,7 @@ from manyhands.training.state.layout import Lanes
 from manyhands.training.state.memory import Memory
 from manyhands.training.state.replica import Replica, build_model
 from manyhands.training.state.schedule_effects import refuse_functions_that_remember
+from manyhands.training.state.weight_average import AverageKind, equal, moving
 from manyhands.training.sync.allreduce.allreduce import AllReduce, MeetMembers
 from manyhands.training.sync.alone import Alone
 from manyhands.training.sync.sync import Auditor, Moment, Place, Sync
@@ -41,10 +42,17 @@ def choose_device(train: TrainConfig, rank: int) -> torch.device:
 
 
 def replica(
-    task: Task, train: TrainConfig, memory: Memory, device: torch.device, *, protect: bool
+    task: Task,
+    train: TrainConfig,
+    memory: Memory,
+    device: torch.device,
+    *,
+    protect: bool,
+    epoch_of: Callable[[int], int],
 ) -> Replica:
     """Model, optimizer and schedule: the same in every worker, from the seed. `protect`: this
-    process is the worker's own, and may be ended when its model writes weights."""
+    process is the worker's own, and may be ended when its model writes weights. `epoch_of` a step.
+    """
     assert task.optimizer is not None
     seed_everything(train.seed, "model")
     model = build_model(task.model).to(device).train()
@@ -60,7 +68,22 @@ def replica(
             "Task: ReduceLROnPlateau wants a score at every step; use a schedule that does not."
         )
     refuse_functions_that_remember(schedule, train.seed)
-    return Replica(model, optimizer, schedule, memory, device, protect=protect, seed=train.seed)
+    return Replica(
+        model,
+        optimizer,
+        schedule,
+        memory,
+        device,
+        protect=protect,
+        seed=train.seed,
+        averages=averages(train, epoch_of),
+    )
+
+
+def averages(train: TrainConfig, epoch_of: Callable[[int], int]) -> list[AverageKind]:
+    """Those of the weights that are kept beside them."""
+    wanted = [moving(train.ema)] if train.ema is not None else []
+    return wanted + ([equal(train.swa, epoch_of)] if train.swa is not None else [])
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,6 +68,10 @@ class EvaluateConfig:
     """Records per forward pass; left out, train.micro_batch. Part of the (last bits of the) scores,
     the number of workers is not."""
 
+    weights: Literal["trained", "ema", "swa"] = setting("trained", "end")
+    """Which are scored: those that are trained, or their average ("ema" needs train.ema, "swa"
+    needs train.swa), with the buffers of the model."""
+
     def __post_init__(self) -> None:
         at_least("evaluate", "every_steps", self.every_steps, 1)
         at_least("evaluate", "stop_early", self.stop_early, 1)
@@ -162,6 +166,19 @@ class RunConfig:
     log: LogConfig = field(default_factory=LogConfig)
     recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
 
+    def __post_init__(self) -> None:
+        if self.scored_weights != "trained" and getattr(self.train, self.scored_weights) is None:
+            example = {"ema": "0.999", "swa": "1"}[self.scored_weights]
+            raise ConfigError(
+                f'evaluate.weights = "{self.scored_weights}" scores an average that this run does '
+                f"not keep: set train.{self.scored_weights} (as in {example}), or leave it out."
+            )
+
+    @property
+    def scored_weights(self) -> str:
+        """Those that the optimizer trains, or which average of them."""
+        return self.evaluate.weights if self.evaluate else "trained"
+
     @property
     def evaluation_batch(self) -> int:
         """Held-out records per forward pass."""
@@ -232,7 +249,7 @@ def _why_not_now(name: str) -> str:
                 f"{name} cannot change while a run goes on{nearest(name, LIVE)} "
                 "The optimizer's own (lr, weight_decay, ...) have no section."
             )
-        case "weights":
+        case "weights" | "saved":
             return f"{name} is part of the result, so a run keeps it for life: start a new run."
         case _:
             return (
@@ -256,9 +273,10 @@ def changed(before: RunConfig, after: RunConfig) -> dict[str, tuple[Any, Any]]:
 
 
 def of_the_result(config: RunConfig) -> RunConfig:
-    """What the weights follow from, where its data is and how patient it is; nothing else of it."""
+    """What the weights (and their averages) follow from, where its data is and how patient it is;
+    nothing else of it."""
     train = {f.name: getattr(config.train, f.name) for f in fields(config.train)}
-    kept = {name: value for name, value in train.items() if EFFECTS[f"train.{name}"] == "weights"}
+    kept = {n: v for n, v in train.items() if EFFECTS[f"train.{n}"] in ("weights", "saved")}
     return RunConfig(train=TrainConfig(**kept), data=config.data, recovery=config.recovery)
 
 

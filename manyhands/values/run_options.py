@@ -154,6 +154,9 @@ class EvaluateRequest(RayAccess, OldRun):
     """A saved step; left out, the newest one."""
     engine: str = option("local", cli=str, metavar="local, ray or ray://HOST:PORT")
     """Here, or by tasks of Ray."""
+    weights: str | None = option(None, cli=str, metavar="trained, ema or swa")
+    """Score the trained weights, or an average of them that the run kept; left out, as the run's
+    evaluate.weights says."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -78,6 +78,16 @@ class TrainConfig:
     yet, because it cost more than 5 % of the speed where it was measured, and says so; false is
     silent about it."""
 
+    ema: float | None = setting(None, "saved")
+    """Keep an exponential moving average of the trained weights with this decay, as in 0.999:
+    torch's (`AveragedModel` with `get_ema_multi_avg_fn`), taken after every step that is not
+    skipped. Saved as ema.safetensors beside the weights, which it does not change."""
+
+    swa: int | None = setting(None, "saved")
+    """Keep the mean of the weights after each epoch, from this epoch (counted from 1) on: torch's
+    stochastic weight averaging (`get_swa_multi_avg_fn`). Saved as swa.safetensors; until that epoch
+    has ended, it holds the trained weights."""
+
     start_from: str | None = setting(None, "weights")
     """Weights to begin with: another run's folder, or a safetensors file."""
 
@@ -92,6 +102,12 @@ class TrainConfig:
         at_least("train", "steps", self.steps, 1)
         at_least("train", "threads", self.threads, 1)
         at_least("train", "audit_every", self.audit_every, 1)
+        at_least("train", "swa", self.swa, 1)
+        if self.ema is not None and not 0 < self.ema < 1:
+            raise ConfigError(
+                f"train.ema is a decay between 0 and 1, as in 0.999; got {self.ema}. To keep no "
+                "moving average, leave it out."
+            )
         if self.clip_norm is not None and not 0 < self.clip_norm < math.inf:
             raise ConfigError(
                 f"train.clip_norm must be a positive number, got {self.clip_norm}. "

@@ -65,7 +65,14 @@ def build_worker(
     device = build_training.choose_device(train, orders.worker)
     memory = Memory(None if orders.collective in PRIVATE else orders.state_fd)
     own_process = threading.current_thread() is threading.main_thread()
-    replica = build_training.replica(task, train, memory, device, protect=own_process)
+    replica = build_training.replica(
+        task,
+        train,
+        memory,
+        device,
+        protect=own_process,
+        epoch_of=lambda step: feed.cut(step).epoch,
+    )
 
     def fetched(done: int, total: int) -> None:
         """Before it has joined; so that nobody thinks it will not come."""

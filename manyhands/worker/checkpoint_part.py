@@ -13,6 +13,7 @@ from manyhands.launch.wire.control_channel import WorkerChannel
 from manyhands.training.state.param_groups import groups_to_json, restore, schedule_to_json
 from manyhands.training.state.replica import Replica
 from manyhands.training.state.sharded_optimizer import OptimizerEntry
+from manyhands.training.state.weight_average import SavedAverage
 from manyhands.values.errors import CheckpointDamaged, CheckpointMismatch, ConfigError
 from manyhands.values.messages import SavedFile, Written
 from manyhands.values.run_folder import RunDir
@@ -61,15 +62,18 @@ def common_part(replica: Replica) -> list[Content]:
         "groups": groups_to_json(replica.optimizer),
         "schedule": schedule_to_json(replica.schedule),
     }
+    averages = replica.averages.items()
     return [
         step_files.model_content(replica.tensors()),
+        *(step_files.average_content(n, replica.averaged(n), a.count) for n, a in averages),
         step_files.state_content(replica.passing_buffers(), state),
     ]
 
 
-def load_model(replica: Replica, folder: Path) -> dict[str, Any]:
-    """Weights and buffers of a committed step; returns the rest of its state."""
-    replica.load(step_files.read_model(folder), where=str(folder))
+def load_model(replica: Replica, folder: Path, weights: str = "trained") -> dict[str, Any]:
+    """Weights (or an average of them) and buffers of a committed step; returns the rest of its
+    state."""
+    replica.load(step_files.read_model(folder, weights), where=str(folder))
     passing, state = step_files.read_state(folder)
     replica.buffers.load(passing)
     return state
@@ -103,6 +107,11 @@ def load_weights(replica: Replica, file: str) -> None:
     except CheckpointDamaged as error:
         raise ConfigError(f"train.start_from: {error}") from error
     replica.load(tensors, where=file)
+
+
+def averages_of(folder: Path, names: Iterable[str]) -> dict[str, SavedAverage]:
+    """The averages of a committed step."""
+    return {name: SavedAverage(*step_files.read_average(folder, name)) for name in names}
 
 
 def entries_of(folder: Path) -> Iterator[OptimizerEntry]:

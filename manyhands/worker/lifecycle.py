@@ -228,7 +228,8 @@ class TrainingWorker:
         folder = self.run.step(step) if shares else fetch_step(self.channel, self.run, step)
         checkpoint_part.load_all(self.replica, folder)
         entries = partial(checkpoint_part.entries_of, folder)
-        return replace(place, fresh=step, entries=entries)
+        averages = partial(checkpoint_part.averages_of, folder, self.replica.averages)
+        return replace(place, fresh=step, entries=entries, averages=averages)
 
     def _fetched(self, file: str) -> str:
         """A file of the driver's host, as this one sees it."""

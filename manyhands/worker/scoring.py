@@ -74,7 +74,7 @@ def measured(task: Task, config: RunConfig, folder: Path, world: World) -> list[
         seed_everything(config.train.seed, "model")
         model = build_model(task.model)
         replica = Replica(model, task.optimizer(model), None, Memory(None), cpu)
-        load_model(replica, folder)
+        load_model(replica, folder, config.scored_weights)
         batches = batches_of(held_out, config, my_indices(held_out, config, world), cpu)
         return scores.measure(evaluation_of(task, config), model, batches)
     finally:
@@ -87,11 +87,14 @@ def score_together(
     batches: Iterable[tuple[int, int, Any]],
     line: WorkerChannel,
     *,
+    weights: str,
     leads: bool,
 ) -> str | None:
-    """Score the held-out records with the other workers; returns the reason to stop, if any."""
+    """Score the held-out records with the other workers; returns the reason to stop, if any.
+    `weights`: the trained ones, or which average of them."""
     replica.buffers.show()
-    results = scores.measure(evaluation, replica.model, batches)
+    with replica.showing(weights):
+        results = scores.measure(evaluation, replica.model, batches)
     step, heartbeat = replica.step, line.heartbeat
     heartbeat.begin("score", step)
     round = f"evaluate-{step}"

@@ -139,7 +139,14 @@ class StepHooks:
         evaluation = evaluation_of(parts.task, self.config)
         mine = watched(my_indices(parts.held_out, self.config, world), self.channel, replica.step)
         batches = batches_of(parts.held_out, self.config, mine, parts.device)
-        reason = score_together(evaluation, replica, batches, self.channel, leads=world.leads)
+        reason = score_together(
+            evaluation,
+            replica,
+            batches,
+            self.channel,
+            weights=self.config.scored_weights,
+            leads=world.leads,
+        )
         self.scored_at = replica.step
         self.because = reason or self.because
         return reason is not None

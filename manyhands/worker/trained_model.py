@@ -17,11 +17,10 @@ from torch import Tensor
 from torch.nn import Module
 
 from manyhands.checkpoint import step_files
-from manyhands.checkpoint.safetensors_files import decode
 from manyhands.training.compute.seeds import seed_everything
 from manyhands.training.state.module_buffers import kind_of
 from manyhands.training.state.replica import build_model
-from manyhands.values.errors import CheckpointMismatch, RunDirError
+from manyhands.values.errors import CheckpointMismatch
 from manyhands.values.plain_names import plain_name
 from manyhands.values.task import Task
 
@@ -30,7 +29,7 @@ TRAINED = "trained"
 
 def trained_model(task: Task, folder: Path, seed: int, weights: str = TRAINED) -> Module:
     """The task's model with the weights and buffers of the step in `folder`."""
-    tensors = decode(weights_of(folder, weights))[0]
+    tensors = step_files.read_model(folder, weights)
     if weights != TRAINED:  # averages are kept of weights: buffers are those of the step
         tensors = step_files.read_model(folder) | tensors
     given = copy.deepcopy(task.model) if isinstance(task.model, Module) else task.model
@@ -44,23 +43,6 @@ def trained_model(task: Task, folder: Path, seed: int, weights: str = TRAINED) -
         for name in passing.keys() & buffers.keys():
             buffers[name].copy_(passing[name])
     return model.eval()
-
-
-def weights_of(folder: Path, weights: str) -> Path:
-    """The file that holds weights of this kind: those that were trained, or an average of them."""
-    if weights == TRAINED:
-        return folder / step_files.MODEL
-    path = folder / f"{weights}.safetensors"
-    others = (step_files.MODEL, step_files.STATE)
-    there = sorted(
-        p.stem
-        for p in folder.glob("*.safetensors")
-        if p.name not in others and not p.name.startswith("optimizer-")
-    )
-    if weights not in there:
-        listed = ", ".join([TRAINED, *there])
-        raise RunDirError(f"{folder} has no weights '{weights}'; there are: {listed}.")
-    return path
 
 
 def take(model: Module, tensors: Mapping[str, Tensor], *, where: str) -> None:

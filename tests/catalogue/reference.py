@@ -34,8 +34,13 @@ class Uneven(Exception):
     """An integer buffer on which the micro-batches of a step do not agree."""
 
 
-def train(case: Case, visits: Callable[[int], Sequence[int]]) -> Bag:
-    """The state_dict after training. `visits(epoch)` are the records in their order."""
+def train(
+    case: Case,
+    visits: Callable[[int], Sequence[int]],
+    after: Callable[[nn.Module, int, bool], None] = lambda model, step, ends_epoch: None,
+) -> Bag:
+    """The state_dict after training. `visits(epoch)` are the records in their order, `after` is
+    called after each step of the optimizer."""
     s = case.settings
     seed(s.seed, "model")
     model = copy.deepcopy(case.model) if isinstance(case.model, nn.Module) else case.model()
@@ -45,8 +50,11 @@ def train(case: Case, visits: Callable[[int], Sequence[int]]) -> Bag:
     step = 0
     for epoch in range(s.epochs):
         ids = list(visits(epoch))
-        for batch in batches(ids, s.batch):
+        cut = batches(ids, s.batch)
+        for k, batch in enumerate(cut):
             take_step(case, model, optimizer, step, parts(batch, s.micro_batch))
+            seed(s.seed, step, "after_step")
+            after(model, step, k == len(cut) - 1)
             if schedule is not None:
                 seed(s.seed, step, "schedule")
                 schedule.step()

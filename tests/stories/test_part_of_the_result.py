@@ -53,6 +53,9 @@ OTHER = {
     "evaluate.stop_early": "50",
     "evaluate.by": "error:min",
     "evaluate.batch": "3",
+    # These are saved beside the weights, and change none of them.
+    "train.ema": "0.9",
+    "train.swa": "1",
     # These change the weights.
     "train.batch": "12",
     "train.micro_batch": "4",
@@ -71,6 +74,7 @@ ELSEWHERE = {
     "train.portable": "other kernels may round a small product as before",
     "train.not_finite": "everything here is finite",
     "data.fold": "has a test of its own below",
+    "evaluate.weights": "needs an average that is kept; test_weight_averages.py",
 }
 """Setting → why its effect is not tried in one small run."""
 
@@ -134,7 +138,9 @@ def wanted_modules(setting: str) -> None:
         pytest.importorskip("tensorboard")
 
 
-@pytest.mark.parametrize("setting", [s for s in OTHER if EFFECTS[s] in ("nothing", "scores")])
+@pytest.mark.parametrize(
+    "setting", [s for s in OTHER if EFFECTS[s] in ("nothing", "scores", "saved")]
+)
 def test_what_is_no_part_of_the_result_changes_no_bit(
     setting: str, usual: str, web: Web, launcher: Launcher, tmp_path: Path
 ) -> None:
@@ -184,7 +190,7 @@ ANOTHER = OTHER | {
 }
 
 
-@pytest.mark.parametrize("setting", [s for s, effect in EFFECTS.items() if effect == "weights"])
+@pytest.mark.parametrize("setting", [s for s, e in EFFECTS.items() if e in ("weights", "saved")])
 def test_a_resumed_run_keeps_what_its_steps_followed_from(
     setting: str, stopped: Path, launcher: Launcher
 ) -> None:

@@ -17,7 +17,13 @@ from manyhands.values.run_options import DoctorRequest, EvaluateRequest
 PAGE = Path(mh.__file__).parent.parent / "docs" / "options.md"
 SETTINGS_PAGE = PAGE.with_name("config.md")
 
-IN_WORDS = {"weights": "yes", "end": "when it ends", "scores": "scores", "nothing": "no"}
+IN_WORDS = {
+    "weights": "yes",
+    "saved": "beside it",
+    "end": "when it ends",
+    "scores": "scores",
+    "nothing": "no",
+}
 """Of a setting's effect, in the column "result"."""
 
 TABLES: dict[str, tuple[type, Callable[..., Any] | None]] = {

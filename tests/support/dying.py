@@ -1,7 +1,7 @@
 """Deaths at chosen stores: what SIGKILL leaves behind in memory that outlives a worker."""
 
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -62,15 +62,18 @@ class Death:
         *,
         among: Callable[[], bool] = lambda: True,
         told: "list[Store] | None" = None,
+        beside: Sequence[tuple[object, str]] = (),
     ) -> Generator[list[Died]]:
         """Within this, somebody dies. What it leaves behind is what it had stored until then.
 
         `among` says whether the calling thread is one of those that die. `told` is given the way to
-        make other things than stores deadly.
+        make other things than stores deadly. `beside`: other words that outlive a worker, by the
+        names under which their owners keep them.
         """
         deaths: list[Died] = []
         stores = 0
-        copy, bare_step = torch.Tensor.copy_, getattr(ShardedOptimizer, "_bare_step")  # noqa: B009
+        lerp, copy = torch.lerp, torch.Tensor.copy_
+        bare_step = getattr(ShardedOptimizer, "_bare_step")  # noqa: B009
 
         def store(all: Do, half: Do) -> None:
             nonlocal stores
@@ -91,6 +94,13 @@ class Death:
             store(lambda: copy(target, source), lambda: n and copy(half, source[: len(half)]))
             return target
 
+        def dying_lerp(start: Tensor, end: Tensor, part: float, *, out: Tensor) -> None:
+            n = out.numel() // 2
+            store(
+                lambda: lerp(start, end, part, out=out),
+                lambda: lerp(start[:n], end[:n], part, out=out[:n]),
+            )
+
         def dying_copies(targets: list[Tensor], sources: list[Tensor]) -> None:
             for target, source in zip(targets, sources, strict=True):
                 dying_copy(target, source)
@@ -104,11 +114,13 @@ class Death:
         with pytest.MonkeyPatch.context() as patch:
             if told is not None:
                 told.append(store)
-            for name in ("done", "_heads", "summed"):
-                frail = getattr(undo_log, name).view(Frail)
+            words = [(undo_log, name) for name in ("done", "_heads", "summed")]
+            for owner, name in (*words, *beside):
+                frail = getattr(owner, name).view(Frail)
                 frail.store = store
-                patch.setattr(undo_log, name, frail)
+                patch.setattr(owner, name, frail)
             patch.setattr(torch.Tensor, "copy_", dying_copy)
+            patch.setattr(torch, "lerp", dying_lerp)
             keep_module = sys.modules["manyhands.training.state.undo_log"]
             patch.setattr(keep_module, "_FOREACH_COPY", dying_copies)
             if self.nth is None:

@@ -6,7 +6,8 @@ is written to the lanes, by this worker or (in shared memory) by another, the mo
 module itself has no right to write there (weight_guard.py).
 """
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +30,7 @@ from manyhands.training.state.memory import Memory
 from manyhands.training.state.module_buffers import ModuleBuffers, kind_of
 from manyhands.training.state.param_groups import change_groups, step_schedule
 from manyhands.training.state.schedule_effects import groups_alone
+from manyhands.training.state.weight_average import AverageKind, WeightAverage
 from manyhands.training.state.weight_guard import WeightGuard
 from manyhands.values.errors import CheckpointMismatch, TaskError
 from manyhands.values.plain_names import plain_name
@@ -60,6 +62,7 @@ class Replica:
         *,
         protect: bool = False,
         seed: int = 0,
+        averages: Sequence[AverageKind] = (),
     ) -> None:
         """`protect`: end this process when anything but the optimizer writes to the weights."""
         self.model, self.optimizer, self.schedule, self.seed = model, optimizer, schedule, seed
@@ -91,6 +94,10 @@ class Replica:
             else:
                 lane = torch.zeros(size, dtype=dtype, device=device)
                 self.weights[dtype] = self._shown[dtype] = lane
+        self.averages = {
+            kind.name: WeightAverage(kind, self.layout, self.weights, memory, protect=protect)
+            for kind in averages
+        }
         self.parameters: dict[str, Tensor] = {
             plain_name(name): parameter for name, parameter in model.named_parameters()
         }
@@ -166,6 +173,30 @@ class Replica:
             if piece.name in persistent:
                 found[piece.name] = piece.view(self.buffers.committed[piece.dtype])
         return found
+
+    def averaged(self, name: str) -> dict[str, Tensor]:
+        """The same with an average in place of the weights, between steps. Until it has begun,
+        these are the weights."""
+        average, found = self.averages[name], self.tensors()
+        if average.count:
+            lanes = average.lanes(average.count)
+            found |= {p.name: p.view(lanes[p.dtype]) for p in self.layout.trainable}
+        return found
+
+    @contextmanager
+    def showing(self, weights: str) -> Generator[None]:
+        """The module computes with these weights meanwhile: "trained", or an average."""
+        average = self.averages.get(weights)
+        if average is None or not average.count:
+            yield
+            return
+        lanes = average.shown()
+        for piece in self.layout.trainable:
+            self.parameters[piece.name].data = piece.view(lanes[piece.dtype])
+        try:
+            yield
+        finally:
+            self.adopt()
 
     def aliases(self) -> dict[str, str]:
         """Other names of tied tensors → the name they are stored under."""

@@ -78,6 +78,9 @@ class Alone:
         self.optimizer.regroup(0, everything, step)
         if place.entries is not None:
             self.optimizer.load(place.entries())
+        saved = place.averages() if place.averages is not None else {}
+        for name, average in self.replica.averages.items():
+            average.reset(step, saved.get(name))
 
     def held(self) -> Held:
         return Held(self._holds, self.optimizer.entries())
@@ -142,8 +145,13 @@ class Alone:
         return [s if w is None else w for w, s in zip(weights, self._shares, strict=True)]
 
     def step(self) -> None:
-        if self._skipped:
-            return
+        if not self._skipped:
+            self._take_step()
+        for average in self.replica.averages.values():
+            average.plan(self.replica.step, skipped=self._skipped)
+            average.finish(self.replica.step + 1)
+
+    def _take_step(self) -> None:
         replica = self.replica
         leaves = len(self._leaves)
         weighted = self._leaves[0].weight is not None

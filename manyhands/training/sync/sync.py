@@ -9,6 +9,7 @@ from manyhands.accounting.deal_micro_batches import Cut, MicroBatch
 from manyhands.training.compute.micro_batch_gradient import LossFn
 from manyhands.training.state.replica import StepFacts
 from manyhands.training.state.sharded_optimizer import OptimizerEntry
+from manyhands.training.state.weight_average import SavedAverage
 from manyhands.values.world import World
 
 CHANGING_NAMES = (
@@ -35,6 +36,8 @@ class Place:
     """Begin after this many steps, with what the replica holds; None: go on where others were."""
     entries: Callable[[], Iterable[OptimizerEntry]] | None = None
     """With `fresh`: the optimizer's state, from a checkpoint."""
+    averages: Callable[[], Mapping[str, SavedAverage]] | None = None
+    """Likewise, averages of the weights by name."""
     changes: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Hyper-parameters that are others from here on, on every worker."""
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from manyhands.accounting.deal_micro_batches import Cut
 from manyhands.data.open_data import open_data
 from manyhands.data.reading.micro_batch_feed import MicroBatchFeed
+from manyhands.training.build_training import averages
 from manyhands.training.collective.collective import Sizes
 from manyhands.training.collective.shared_memory import SharedMemory, SharedRoom
 from manyhands.training.collective.two_level import TwoLevel
@@ -66,7 +67,14 @@ class Hand:
         optimizer = task.optimizer(model)
         schedule = task.schedule(optimizer) if task.schedule else None
         self.loss = task.loss
-        self.replica = Replica(model, optimizer, schedule, memory, torch.device("cpu"))
+        self.replica = Replica(
+            model,
+            optimizer,
+            schedule,
+            memory,
+            torch.device("cpu"),
+            averages=averages(train, self.epoch_of),
+        )
         records, _ = open_data(task.data, None)
         self.feed = MicroBatchFeed(
             records,
@@ -84,6 +92,9 @@ class Hand:
             moment=lambda name: None,
             auditor=NoAudit(),
         )
+
+    def epoch_of(self, step: int) -> int:
+        return self.feed.cut(step).epoch
 
     def _meet(self, memory: Memory, sizes: Sizes) -> MeetMembers:
         room = SharedRoom(memory, sizes)
@@ -105,6 +116,11 @@ class Hand:
         self.sync.step()
         self.replica.advance()
 
+    def words(self) -> list[tuple[object, str]]:
+        """Of what else outlives it."""
+        kept = self.replica.averages.values()
+        return [(average, name) for average in kept for name in ("_words", "_planned")]
+
     def outcome(self) -> dict[str, Tensor]:
         while self.replica.step < LAST:
             self.step()
@@ -113,6 +129,9 @@ class Hand:
         lanes = {str(d): lane for d, lane in [*self.replica.weights.items()]}
         lanes |= {f"buffers {d}": lane for d, lane in buffers.committed.items()}
         lanes |= {key: torch.as_tensor(value) for key, value in saved.items()}
+        for name, average in self.replica.averages.items():
+            lanes |= {f"{name} {d}": lane for d, lane in average.lanes(average.count).items()}
+            lanes[f"{name} count"] = torch.tensor(average.count)
         rates = [float(g["lr"]) for g in self.replica.optimizer.param_groups]
         return {key: lane.clone() for key, lane in lanes.items()} | {"lr": torch.tensor(rates)}
 
@@ -125,14 +144,16 @@ def play(kind: str, train: TrainConfig, *deaths: Death) -> tuple[int, dict[str, 
         hand.join(1, fresh=True)
         while hand.replica.step < AT:
             hand.step()
-        with (deaths[0] if deaths else NEVER).strikes(hand.sync.undo_log) as died:
+        with (deaths[0] if deaths else NEVER).strikes(
+            hand.sync.undo_log, beside=hand.words()
+        ) as died:
             hand.step()
         generation = 1
         while died:
             dead, generation = dead + 1, generation + 1
             hand = Hand(kind, train, fd)
             death = deaths[dead] if dead < len(deaths) else NEVER
-            with death.strikes(hand.sync.undo_log) as died:
+            with death.strikes(hand.sync.undo_log, beside=hand.words()) as died:
                 hand.join(generation)
         return dead, hand.outcome()
 
@@ -148,12 +169,30 @@ CASES = [
 ]
 
 
+AVERAGED = [("cnn", 12, 1), ("lstm", 4, 5), ("transformer", 12, 7), ("own", 12, 2)]
+
+
+@pytest.mark.parametrize(("kind", "micro_batch", "every"), AVERAGED)
+def test_and_so_do_averages_of_the_weights(
+    kind: str, micro_batch: int, every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An epoch is one step long: all averages are taken in each."""
+    monkeypatch.setattr(Hand, "epoch_of", lambda self, step: step)
+    end_in_the_same_bits(
+        kind, TrainConfig(batch=12, micro_batch=micro_batch, ema=0.9, swa=1), every
+    )
+
+
 @pytest.mark.parametrize(("kind", "micro_batch", "clip", "every"), CASES)
 def test_a_step_that_was_broken_off_anywhere_ends_in_the_same_bits(
     kind: str, micro_batch: int, clip: float | None, every: int
 ) -> None:
     """At each store, or every so many; who comes after it dies too, half as far."""
     train = TrainConfig(batch=12, micro_batch=micro_batch, clip_norm=clip)
+    end_in_the_same_bits(kind, train, every)
+
+
+def end_in_the_same_bits(kind: str, train: TrainConfig, every: int) -> None:
     _, calm = play(kind, train)
     for n in count(step=every):
         dead, found = play(kind, train, Death(n), Death(n // 2))

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from manyhands.data.open_data import open_data
 from manyhands.data.reading.micro_batch_feed import MicroBatchFeed
+from manyhands.training.build_training import averages
 from manyhands.training.collective import two_level as tiers_module
 from manyhands.training.collective.collective import (
     FACTS,
@@ -170,7 +171,14 @@ class Hand:
         optimizer = task.optimizer(model)
         schedule = task.schedule(optimizer) if task.schedule else None
         self.loss, self.view, self.deadly = task.loss, View(0), list[Store]()
-        self.replica = Replica(model, optimizer, schedule, memory, torch.device("cpu"))
+        self.replica = Replica(
+            model,
+            optimizer,
+            schedule,
+            memory,
+            torch.device("cpu"),
+            averages=averages(train, lambda step: step),
+        )
         records, _ = open_data(task.data, None)
         self.feed = MicroBatchFeed(
             records,
@@ -223,6 +231,8 @@ class Hand:
         rates = [float(g["lr"]) for g in self.replica.optimizer.param_groups]
         committed = self.replica.buffers.committed
         lanes = [*self.replica.weights.values(), *committed.values(), torch.tensor(rates)]
+        for average in self.replica.averages.values():
+            lanes += [*average.lanes(average.count).values(), torch.tensor(average.count)]
         return [lane.clone() for lane in lanes]
 
 
@@ -318,7 +328,7 @@ class Run:
 def test_whoever_has_not_got_all_of_the_state_says_so() -> None:
     """The only holder dies while a newcomer takes it over: it has all of it, or says that it has
     nothing; and it never goes on with a part."""
-    train = TrainConfig(batch=12, micro_batch=2)
+    train = TrainConfig(batch=12, micro_batch=2, ema=0.9)
     outcomes: list[list[list[Tensor]]] = []
     refused = 0
     for nth in range(0, 200, 2):
@@ -412,7 +422,7 @@ CASES = [
 def test_a_step_that_was_broken_off_anywhere_ends_in_the_same_bits(
     kind: str, sizes: tuple[int, int], local: int, clip: float | None, every: int
 ) -> None:
-    train = TrainConfig(batch=12, micro_batch=2, clip_norm=clip)
+    train = TrainConfig(batch=12, micro_batch=2, clip_norm=clip, ema=0.9)
     alone = Run(kind, train, [1])
     alone.view(fresh=True)
     (calm,) = alone.outcomes()

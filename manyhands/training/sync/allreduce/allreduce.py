@@ -30,7 +30,7 @@ from manyhands.accounting.deal_micro_batches import Cut, MicroBatch, deal, subtr
 from manyhands.training.collective.collective import FACTS, NORMS, OUTCOMES, Bytes, Sizes
 from manyhands.training.collective.two_level import TwoLevel
 from manyhands.training.compute.micro_batch_gradient import Leaf, LossFn, compute, digest
-from manyhands.training.state.layout import blocks, bounds, share_out, units
+from manyhands.training.state.layout import Unit, blocks, bounds, share_out, units
 from manyhands.training.state.memory import Memory
 from manyhands.training.state.optimizer_kinds import NOTHING_KEPT, how_to_cut, what_it_keeps
 from manyhands.training.state.replica import Replica, StepFacts
@@ -96,7 +96,11 @@ class AllReduce:
         self.form = Form(len(layout.trainable), replica.buffers.row_width)
         self.outcomes = BufferOutcomes(replica.buffers, self.form)
         self.updating = Update(
-            self.optimizer, memory, micro_batches=train.micro_batches, moment=moment
+            self.optimizer,
+            memory,
+            micro_batches=train.micro_batches,
+            moment=moment,
+            updated=self._updated,
         )
         self.regrouping = Regrouping(
             replica, self.undo_log, self.optimizer, self.form, self.outcomes, self.updating
@@ -216,7 +220,10 @@ class AllReduce:
     def step(self) -> None:
         assert self._step is not None, "backward comes first"
         step, self._step = self._step, None
-        if step.not_finite() is not None:
+        skipped = step.not_finite() is not None
+        for average in self.replica.averages.values():
+            average.plan(step.step, skipped=skipped)
+        if skipped:
             self._skip(step)
             return
         with torch.no_grad():
@@ -238,10 +245,17 @@ class AllReduce:
         """It is over, and nothing has changed. Whoever mends it finds that out from its facts."""
         self.moment("update")
         self.optimizer.pass_over(step.step)
+        for unit in self.optimizer.units:
+            self._updated(unit, step.step)
         if self.world.leads_host:
             self.undo_log.put_buffers(step.step + 1, self.replica.buffers.committed)
         self.moment("share")
         self.levels.meet()
+
+    def _updated(self, unit: Unit, step: int) -> None:
+        """A unit's weights are those after step `step`."""
+        for average in self.replica.averages.values():
+            average.take(unit, step)
 
     def _update(self, step: StepTally) -> None:
         """With everybody's partial sums, which are all on this host."""

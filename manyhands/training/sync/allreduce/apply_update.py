@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from manyhands.training.state.layout import Bounds, Lanes, Span, units
+from manyhands.training.state.layout import Bounds, Lanes, Span, Unit, units
 from manyhands.training.state.memory import Memory
 from manyhands.training.state.sharded_optimizer import ShardedOptimizer, one_thread
 from manyhands.training.sync.allreduce.partial_sums import Finisher, Parts
@@ -29,11 +29,18 @@ Blocks = Sequence[tuple[Span, int, int]]
 
 class Update:
     def __init__(
-        self, optimizer: ShardedOptimizer, memory: Memory, *, micro_batches: int, moment: Moment
+        self,
+        optimizer: ShardedOptimizer,
+        memory: Memory,
+        *,
+        micro_batches: int,
+        moment: Moment,
+        updated: Callable[[Unit, int], None],
     ) -> None:
-        """`micro_batches`: of a full step."""
+        """`micro_batches`: of a full step. `updated`: told of each unit that has taken a step,
+        while it is still in the cache."""
         self.optimizer, self.layout = optimizer, optimizer.layout
-        self.micro_batches, self.moment = micro_batches, moment
+        self.micro_batches, self.moment, self.updated = micro_batches, moment, updated
         self.finisher = Finisher()
         self.sums: Lanes = {
             dtype: memory.tensor(size, dtype=dtype)
@@ -110,6 +117,7 @@ class Update:
                 if factor < 1.0 or optimizer.cut == "nowhere":  # unknown ones may write to it
                     finished = self.finisher.scaled(finished, factor)
                 optimizer.update(work, finished, unit, step.touched, step.step)
+                self.updated(work.unit, step.step)
 
 
 def _norms(step: StepTally, blocks: Sequence[Tensor]) -> NDArray[np.float64]:

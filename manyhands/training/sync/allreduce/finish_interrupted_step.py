@@ -86,6 +86,9 @@ class Regrouping:
             replica.publish()
             self.undo_log.reset(step)
             self.undo_log.put_buffers(step, replica.buffers.committed)
+            saved = place.averages() if place.averages is not None else {}
+            for name, average in replica.averages.items():
+                average.reset(step, saved.get(name))
         levels.meet()
         replica.adopt()
         replica.step, self._current = step, True
@@ -158,6 +161,8 @@ class Regrouping:
         if low < high:  # after the buffers: the update looks at what was merged
             self._catch_up(low)
             self._finish_step(levels, rank, self._recall(levels, low))
+        for average in self.replica.averages.values():
+            average.finish(high)
         self.undo_log.summed[:] = 0
         if told := levels.recall(FACTS, high - 1):  # they may all be new who are here now
             self.replica.facts = self.form.facts(self.form.read(high - 1, told), told)
@@ -210,7 +215,9 @@ class Regrouping:
         if receives:
             undo_log.void()
         note, extras = (b"", b"") if receives else (self._kept_note(), undo_log.pack_extras(step))
-        head = np.array([len(note), len(extras), int(undo_log.exists.any())], dtype=np.int64)
+        averages = self.replica.averages.values()
+        counts = [average.count for average in averages]
+        head = np.array([len(note), len(extras), int(undo_log.exists.any()), *counts], np.int64)
         told = between.gather(head.view(np.uint8))[holder].view(np.int64).tolist()
         text = torch.zeros(told[0] + told[1], dtype=torch.uint8)
         if here == holder:
@@ -221,6 +228,8 @@ class Regrouping:
         lanes = [text, *self.replica.weights.values(), *buffers.values(), undo_log.exists]
         if told[2]:
             lanes += [*undo_log.slots.values(), *undo_log.scalars.values()]
+        for average, count in zip(averages, told[3:], strict=True):
+            lanes += average.lanes(count).values() if count else ()
         for lane in lanes:
             if lane.numel():
                 owned: list[Bounds] = [{lane.dtype: (0, 0)}] * len(steps)
@@ -228,6 +237,8 @@ class Regrouping:
                 between.share({lane.dtype: lane}, owned)
         if receives:
             received = text.numpy().tobytes()
+            for average, count in zip(averages, told[3:], strict=True):
+                average.hold(step, count)
             undo_log.take(step, buffers)
             undo_log.unpack_extras(step, received[told[0] :])
             at, words = msgspec.msgpack.decode(received[: told[0]], type=tuple[int, bytes])
