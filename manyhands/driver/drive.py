@@ -67,6 +67,7 @@ def drive(job: ResolvedRun, launcher: Launcher, *, resume: int | None = None) ->
 
 
 def _planned(job: ResolvedRun, launcher: Launcher, records: Records) -> Plan:
+    readers = job.config.data.readers
     return plan(
         job.config.train,
         launcher.hosts.inventory(),
@@ -75,6 +76,7 @@ def _planned(job: ResolvedRun, launcher: Launcher, records: Records) -> Plan:
         most_workers=launcher.traits.most_workers,
         many_hosts=launcher.traits.many_hosts,
         paced=job.aim is not None,
+        readers=None if readers == "auto" else readers,
     )
 
 

@@ -30,6 +30,8 @@ class Plan(msgspec.Struct, frozen=True):
     micro_batches: Choice
     records: int
     steps_per_epoch: int
+    readers: Choice | None = None
+    """None: not known before fetching was measured."""
 
     def lines(self) -> list[str]:
         named = (
@@ -38,8 +40,9 @@ class Plan(msgspec.Struct, frozen=True):
             ("encryption", self.encryption),
             ("steps", self.steps),
             ("micro-batches", self.micro_batches),
+            ("readers", self.readers),
         )
-        return [f"{name}: {choice}" for name, choice in named]
+        return [f"{name}: {choice}" for name, choice in named if choice is not None]
 
 
 def plan(
@@ -51,6 +54,7 @@ def plan(
     most_workers: int | None = None,
     many_hosts: bool = False,
     paced: bool = False,
+    readers: int | None = None,
 ) -> Plan:
     """`workers` is what was asked for, `most_workers` what the engine can start; `paced`: a wished
     speed will decide, so it begins with the fewest."""
@@ -63,6 +67,7 @@ def plan(
         micro_batches=_micro_batches(train, records),
         records=records,
         steps_per_epoch=steps_per_epoch(records, train.batch),
+        readers=Choice(readers, "of each worker, as asked") if readers else None,
     )
 
 

@@ -22,6 +22,8 @@ from manyhands.values.train_config import TrainConfig, at_least
 BY_DEFAULT_S = 300.0
 """Nobody loses a day for want of a setting."""
 
+MOST_READERS = 64
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointConfig:
@@ -142,6 +144,11 @@ class DataConfig:
     """With transfer = "peer", which host keeps which shards: "hash" moves few when hosts come and
     go, "block" gives each consecutive ones, "random" as many to each, "balanced" as many bytes."""
 
+    readers: int | Literal["auto"] = setting("auto", "nothing")
+    """Processes of each worker that fetch and collate micro-batches ahead of it, for data whose
+    records take long to fetch or decode; 0: each worker fetches its own. "auto": none, until
+    fetching was measured to hold steps up and there is something to gain; the run says so then."""
+
     cache: str | None = setting(None, "nothing")
     """The folder that keeps fetched shards, for all workers of a host. Left out: manyhands below
     the user's cache directory ($XDG_CACHE_HOME or ~/.cache). If it is not there it is made, for its
@@ -153,6 +160,15 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         at_least("data", "fold", self.fold, 0)
+        if self.readers != "auto":
+            at_least("data", "readers", self.readers, 0)
+            if self.readers > MOST_READERS:
+                raise ConfigError(f"data.readers = {self.readers}: {MOST_READERS} at the most.")
+            if self.readers and self.transfer == "peer":
+                raise ConfigError(
+                    'data.readers with data.transfer = "peer": which host keeps which shard is told '
+                    'to workers alone. Use transfer = "direct", or readers = 0.'
+                )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,16 +12,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+<<<<<<< HEAD
 from manyhands.data.open_data import make_ready, open_task, share
 from manyhands.data.reading.micro_batch_feed import MicroBatchFeed
+=======
+from manyhands.data.open_data import make_ready, share
+>>>>>>> e8b8b93 (Readers: processes of each worker that fetch and collate its next micro-batches, with the same bits)
 from manyhands.data.reading.records import Records
+from manyhands.launch.engines.nursery import Nursery
 from manyhands.launch.shipping import ship_task
 from manyhands.launch.wire.control_channel import WorkerChannel
 from manyhands.training import build_training
 from manyhands.training.collective.collective import PRIVATE
 from manyhands.training.collective.handshake import PeerListener
 from manyhands.training.compute.micro_batch_gradient import LossFn
-from manyhands.training.compute.seeds import seed_everything
 from manyhands.training.state.memory import Memory
 from manyhands.training.state.replica import Replica
 from manyhands.training.sync.sync import Moment, Sync
@@ -30,6 +34,8 @@ from manyhands.values.messages import Measured
 from manyhands.values.task import Task
 from manyhands.values.worker_orders import Orders
 from manyhands.worker import compare_workers
+from manyhands.worker.readers.open_feed import open_feed
+from manyhands.worker.readers.read_ahead import ReadAhead
 from manyhands.worker.watched_feed import WatchedFeed
 
 if TYPE_CHECKING:
@@ -58,6 +64,7 @@ def build_worker(
     listener: PeerListener,
     moment: Moment,
     kernels: Kernels,
+    nursery: Nursery | None,
 ) -> WorkerParts:
     train = orders.config.train
     task = ship_task.unpack(orders.parcel, orders.task_fd)
@@ -78,17 +85,16 @@ def build_worker(
         """Before it has joined; so that nobody thinks it will not come."""
         channel.heartbeat.progress += 1
 
+<<<<<<< HEAD
     records, held_out = open_task(task, orders.config)
+=======
+    feed, held_out = open_feed(task, orders.config)
+    records = feed.records
+>>>>>>> e8b8b93 (Readers: processes of each worker that fetch and collate its next micro-batches, with the same bits)
     make_ready(records, held_out, workers=1, fetch="missing", progress=fetched)
-    feed = MicroBatchFeed(
-        records,
-        seed=train.seed,
-        batch=train.batch,
-        micro_batch=train.micro_batch_size,
-        seeder=seed_everything,
-    )
     drag = partial(orders.faults.drag, orders.order)
-    watched = WatchedFeed(feed, channel, device, moment, drag)
+    ahead = ReadAhead(feed, orders, channel, nursery)
+    watched = WatchedFeed(feed, channel, device, moment, drag, ahead)
     auditor = compare_workers.Recheck(replica, watched, loss, train, moment)
     rendezvous = Path(orders.run) / ".rendezvous"
     peers = build_training.PeerAccess(
@@ -105,6 +111,7 @@ def build_worker(
     sync = build_training.strategy(
         train, replica, memory, collective, heard=channel.heard, moment=moment, auditor=auditor
     )
+    ahead.dealt = sync.indices
     built = compare_workers.describe(replica, records, kernels)
     at = listener.address.rpartition(":")[0]
     sharing = share(records, held_out, orders.config.data, orders.secret, at)

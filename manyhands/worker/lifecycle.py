@@ -23,6 +23,7 @@ import torch
 
 from manyhands.data.open_data import make_ready
 from manyhands.data.reading.micro_batch_feed import held_out_ids
+from manyhands.launch.engines.nursery import Nursery
 from manyhands.launch.wire.control_channel import WorkerChannel
 from manyhands.launch.wire.heartbeat import Heartbeat, TakesNotes
 from manyhands.training import build_training, loop
@@ -56,13 +57,17 @@ from manyhands.values.world import World
 from manyhands.worker import checkpoint_part, compare_workers
 from manyhands.worker.build_worker import WorkerParts, build_worker
 from manyhands.worker.carried_files import fetch, fetch_step
+from manyhands.worker.readers.reader_process import read_ahead
 from manyhands.worker.report_trouble import WatchedListener, trouble_of
 from manyhands.worker.step_hooks import StepHooks
 
 
 def main(orders: bytes, mark: TakesNotes | None = None) -> int:
     """The worker's life; returns its exit code. At `mark` it notes what it is at."""
-    worker = TrainingWorker(msgspec.msgpack.decode(orders, type=Orders), mark)
+    given = msgspec.msgpack.decode(orders, type=Orders)
+    # Before there is any thread. Who has no mark is a thread itself, and cannot fork.
+    nursery = Nursery(partial(read_ahead, given)) if mark is not None and _may_read(given) else None
+    worker = TrainingWorker(given, mark, nursery)
     try:
         worker.work()
         return 0
@@ -75,8 +80,15 @@ def main(orders: bytes, mark: TakesNotes | None = None) -> int:
         worker.close()
 
 
+def _may_read(orders: Orders) -> bool:
+    """Whether there may be readers."""
+    data = orders.config.data
+    return data.readers != 0 and data.transfer != "peer"
+
+
 class TrainingWorker:
-    def __init__(self, orders: Orders, mark: TakesNotes | None) -> None:
+    def __init__(self, orders: Orders, mark: TakesNotes | None, nursery: Nursery | None) -> None:
+        self.nursery = nursery
         self.orders, self.number = orders, orders.worker
         self.run = RunDir(Path(orders.run))
         self.heartbeat = Heartbeat(orders.worker, log_every=orders.log_every, mark=mark)
@@ -99,7 +111,7 @@ class TrainingWorker:
         without_dynamo()
         self._go_when_told()
         self.parts = parts = build_worker(
-            self.orders, self.channel, self.listener, self.moment, self.kernels
+            self.orders, self.channel, self.listener, self.moment, self.kernels, self.nursery
         )
         self.replica, self.sync = parts.replica, parts.sync
         saver = checkpoint_part.saver(
@@ -158,6 +170,7 @@ class TrainingWorker:
         rank = view.rank_of(self.number)
         assert rank is not None
         self.world = view.world_of(rank)
+        parts.feed.ahead.workers_here = self.world.local_ranks
         self.heartbeat.begin("join", self.replica.step)
         self.heartbeat.leads = self.world.leads
         self.heartbeat.forget_times()
@@ -339,5 +352,7 @@ class TrainingWorker:
     def close(self) -> None:
         self.channel.close()
         self.held.close()
+        if self.nursery is not None:
+            self.nursery.close()
         if self.parts is not None and self.parts.sharing is not None:
             self.parts.sharing.close()

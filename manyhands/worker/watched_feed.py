@@ -10,6 +10,7 @@ import torch
 from manyhands.accounting.deal_micro_batches import Cut, MicroBatch, steps_per_epoch
 from manyhands.data.reading.micro_batch_feed import MicroBatchFeed, on_device
 from manyhands.launch.wire.control_channel import WorkerChannel
+from manyhands.worker.readers.read_ahead import ReadAhead
 
 
 class WatchedFeed:
@@ -25,8 +26,9 @@ class WatchedFeed:
         device: torch.device,
         moment: Callable[[str], None],
         drag: Callable[[int, float], None],
+        ahead: ReadAhead,
     ) -> None:
-        self.feed, self.line, self.device = feed, line, device
+        self.feed, self.line, self.device, self.ahead = feed, line, device, ahead
         self.moment, self.drag = moment, drag
         self.steps_per_epoch = steps_per_epoch(len(feed.records), feed.batch)
 
@@ -37,11 +39,13 @@ class WatchedFeed:
         heartbeat = self.line.heartbeat
         heartbeat.step = step.step
         self.moment("begin")
-        for index in indices:
+        mine = list(indices)
+        for k, index in enumerate(mine):
             self.line.stop_if_broken()
             started = time.perf_counter()
             self.note(step, index)  # before fetching: that can fail too
             self.moment("compute")
+            self.ahead.plan(step, mine[k:])
             micro_batch = self.unwatched(step, index)
             yield micro_batch
             self.drag(step.step, time.perf_counter() - started)
@@ -54,7 +58,7 @@ class WatchedFeed:
 
     def unwatched(self, step: Cut, index: int) -> MicroBatch:
         """One micro-batch, where the model is."""
-        (micro_batch,) = self.feed.micro_batches(step, [index])
+        micro_batch = self.ahead.micro_batch(step, index)
         if self.device.type == "cpu":
             return micro_batch
         moved = on_device(micro_batch.batch, self.device)

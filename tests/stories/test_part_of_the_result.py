@@ -32,6 +32,7 @@ OTHER = {
     "train.audit_every": "2",
     "data.transfer": "replicate",
     "data.placement": "block",
+    "data.readers": "2",
     "data.cache": "{folder}/other-cache",
     "data.cache_limit": "1MB",
     "checkpoint.every_steps": "2",

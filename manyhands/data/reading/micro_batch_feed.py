@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from manyhands.accounting.deal_micro_batches import Cut, MicroBatch, cut
+from manyhands.accounting.deal_micro_batches import Batch, Cut, MicroBatch, cut
 from manyhands.data.columns.array_types import Positions
 from manyhands.data.ordering.epoch_order import Order, RecordVisit
 from manyhands.data.reading.records import Records
@@ -40,13 +40,19 @@ class MicroBatchFeed:
     def micro_batches(self, step: Cut, indices: Iterable[int]) -> Iterator[MicroBatch]:
         """These micro-batches of a step, fetched one at a time as they are asked for."""
         for index in indices:
-            positions = step.positions(index)
-            ids = self._records_at(step.epoch, positions)
-            if self.records.draws_randomness:
-                self.seeder(self.seed, step.step, index, "data")
-            batch = self.records.batch(ids, RecordVisit(self.seed, step.epoch))
-            share = step.share(index)
-            yield MicroBatch(step.step, index, len(ids), share, positions.start, batch)
+            yield self.as_micro_batch(step, index, self.fetch(step, index))
+
+    def fetch(self, step: Cut, index: int) -> Batch:
+        """What micro-batch `index` of a step holds: pure in (seed, step, index), whoever asks."""
+        ids = self._records_at(step.epoch, step.positions(index))
+        if self.records.draws_randomness:
+            self.seeder(self.seed, step.step, index, "data")
+        return self.records.batch(ids, RecordVisit(self.seed, step.epoch))
+
+    def as_micro_batch(self, step: Cut, index: int, batch: Batch) -> MicroBatch:
+        """... whoever has fetched it."""
+        start = step.positions(index).start
+        return MicroBatch(step.step, index, step.sizes[index], step.share(index), start, batch)
 
     def ids(self, step: Cut, index: int) -> Sequence[int]:
         """Which records micro-batch `index` of a step holds, in the user's numbering."""

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes that fetch and collate micro-batches ahead of their worker."""

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a worker's micro-batches come from: its readers, or itself. The bits are the same."""
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from manyhands.accounting.deal_micro_batches import Cut, MicroBatch
+from manyhands.data.reading.micro_batch_feed import MicroBatchFeed
+from manyhands.data.reading.read_ahead_plan import (
+    SLOTS,
+    FetchCosts,
+    FetchJob,
+    ReaderChoice,
+    choose_readers,
+    jobs_to_come,
+)
+from manyhands.launch.engines.nursery import Nursery
+from manyhands.launch.wire.control_channel import WorkerChannel
+from manyhands.values.messages import Notice
+from manyhands.values.printable_text import printable
+from manyhands.values.worker_orders import Orders
+from manyhands.worker.readers.reading_crew import MISSING, ReadingCrew
+
+Dealt = Callable[[Cut], Sequence[int]]
+
+
+class ReadAhead:
+    """A feed whose micro-batches may have been fetched before they are asked for.
+
+    `nursery` is None where there can be no readers (a worker that is a thread).
+    """
+
+    def __init__(
+        self, feed: MicroBatchFeed, orders: Orders, line: WorkerChannel, nursery: Nursery | None
+    ) -> None:
+        self.feed, self.orders, self.line, self.nursery = feed, orders, line, nursery
+        self.dealt: Dealt | None = None
+        """Which micro-batches of a step are this worker's, as work is dealt now."""
+        self.workers_here = 1
+        self.costs: FetchCosts | None = FetchCosts()
+        """Until it is decided whether readers are to be had that nobody has asked for."""
+        self._idle_since = time.perf_counter()
+        self.crew: ReadingCrew | None = None
+        if isinstance(count := orders.config.data.readers, int):
+            self.costs = None
+            if count and nursery is None:
+                self._tell(
+                    "data.readers has no effect here: this worker is a thread, not a process"
+                )
+            elif count:
+                self._begin(ReaderChoice(count, "as asked"))
+
+    def plan(self, step: Cut, left: Sequence[int]) -> None:
+        """These micro-batches of a step are needed next; the first of them at once."""
+        if self.crew is None:
+            return
+        jobs = jobs_to_come(
+            step.step, left, self._later, steps=self.orders.steps, most=self.crew.room + 1
+        )
+        self.crew.want(jobs)
+
+    def micro_batch(self, step: Cut, index: int) -> MicroBatch:
+        batch = MISSING
+        if self.crew is not None:
+            batch = self.crew.take(FetchJob(step.step, index))
+        if batch is MISSING:
+            batch = self._fetched_here(step, index)
+        return self.feed.as_micro_batch(step, index, batch)
+
+    def close(self) -> None:
+        if self.crew is not None:
+            self.crew.close()
+        if self.nursery is not None:
+            self.nursery.close()
+
+    def _later(self, step: int) -> Sequence[int]:
+        return () if self.dealt is None else self.dealt(self.feed.cut(step))
+
+    def _fetched_here(self, step: Cut, index: int) -> Any:
+        started, cpu = time.perf_counter(), time.thread_time()
+        batch = self.feed.fetch(step, index)
+        if self.crew is not None:
+            self.crew.learn(batch, time.perf_counter() - started)
+        if self.costs is not None and self.nursery is not None:
+            ended = time.perf_counter()
+            self.costs = FetchCosts(
+                self.costs.count + 1,
+                self.costs.fetch_s + ended - started,
+                self.costs.fetch_cpu_s + time.thread_time() - cpu,
+                self.costs.rest_s + started - self._idle_since,
+            )
+            self._idle_since = ended
+            self._decide(self.costs)
+        return batch
+
+    def _decide(self, costs: FetchCosts) -> None:
+        chosen = choose_readers(
+            costs,
+            cores=len(os.sched_getaffinity(0)),
+            workers=self.workers_here,
+            threads=self.orders.config.train.threads,
+        )
+        if chosen is None:
+            return
+        if chosen.readers:
+            self._begin(chosen)
+        self.costs = None
+
+    def _begin(self, chosen: ReaderChoice) -> None:
+        assert self.nursery is not None
+        config = self.orders.config
+        self.crew = ReadingCrew(
+            self.nursery,
+            chosen.readers,
+            stuck_s=config.recovery.stuck_s,
+            tell=self._tell,
+            still_wanted=self.line.stop_if_broken,
+        )
+        if self.costs is not None and self.line.heartbeat.leads:  # what was asked for is known
+            readers = "1 reader" if chosen.readers == 1 else f"{chosen.readers} readers"
+            ahead = f"{readers} now fetch up to {chosen.readers * SLOTS} micro-batches ahead"
+            self._tell(f"{chosen.because}: {ahead} (data.readers=0 to have none)")
+
+    def _tell(self, text: str) -> None:
+        self.line.send(Notice(worker=self.orders.worker, text=printable(text)))
