@@ -166,8 +166,8 @@ class DataConfig:
                 raise ConfigError(f"data.readers = {self.readers}: {MOST_READERS} at the most.")
             if self.readers and self.transfer == "peer":
                 raise ConfigError(
-                    'data.readers with data.transfer = "peer": which host keeps which shard is told '
-                    'to workers alone. Use transfer = "direct", or readers = 0.'
+                    'data.readers with data.transfer = "peer": which host keeps which shard is '
+                    'told to workers alone. Use transfer = "direct", or readers = 0.'
                 )
 
 

@@ -12,12 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-<<<<<<< HEAD
-from manyhands.data.open_data import make_ready, open_task, share
-from manyhands.data.reading.micro_batch_feed import MicroBatchFeed
-=======
 from manyhands.data.open_data import make_ready, share
->>>>>>> e8b8b93 (Readers: processes of each worker that fetch and collate its next micro-batches, with the same bits)
 from manyhands.data.reading.records import Records
 from manyhands.launch.engines.nursery import Nursery
 from manyhands.launch.shipping import ship_task
@@ -85,12 +80,8 @@ def build_worker(
         """Before it has joined; so that nobody thinks it will not come."""
         channel.heartbeat.progress += 1
 
-<<<<<<< HEAD
-    records, held_out = open_task(task, orders.config)
-=======
     feed, held_out = open_feed(task, orders.config)
     records = feed.records
->>>>>>> e8b8b93 (Readers: processes of each worker that fetch and collate its next micro-batches, with the same bits)
     make_ready(records, held_out, workers=1, fetch="missing", progress=fetched)
     drag = partial(orders.faults.drag, orders.order)
     ahead = ReadAhead(feed, orders, channel, nursery)

@@ -136,3 +136,18 @@ def test_a_section_that_is_not_there_has_the_usual_settings() -> None:
     before = RunConfig()
     after = before.with_settings(["checkpoint.keep_last=3", "log.csv=true", "train.batch=128"])
     assert changed(before, after) == {"log.csv": (False, True)}
+
+
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        ({"readers": -1}, "data.readers must be at least 0"),
+        ({"readers": 1000}, "64 at the most"),
+        ({"readers": "many"}, "data.readers"),
+        ({"readers": 1, "transfer": "peer"}, 'Use transfer = "direct", or readers = 0'),
+    ],
+)
+def test_readers_that_cannot_be_are_refused(data: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        from_dict({"data": data})
+    assert from_dict({}).data.readers == "auto"

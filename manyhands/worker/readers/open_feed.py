@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The micro-batches of a task, opened by whoever fetches them: a worker, or a reader of it."""
 
-from manyhands.data.open_data import open_data
+from manyhands.data.open_data import open_task
 from manyhands.data.reading.micro_batch_feed import MicroBatchFeed
 from manyhands.data.reading.records import Records
 from manyhands.training.compute.seeds import seed_everything
@@ -12,7 +12,7 @@ from manyhands.values.task import Task
 def open_feed(task: Task, config: RunConfig) -> tuple[MicroBatchFeed, Records | None]:
     """... and the held-out records."""
     train = config.train
-    records, held_out = open_data(task.data, task.held_out, config.data)
+    records, held_out = open_task(task, config)
     feed = MicroBatchFeed(
         records,
         seed=train.seed,
