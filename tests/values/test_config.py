@@ -1,6 +1,7 @@
 """Settings: every mistake is answered with what to do instead."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 
