@@ -92,7 +92,7 @@ class _Instance(_Node, tag="o", frozen=True):
 _AnyNode = _Plain | _Seen | _TensorAt | _ArrayAt | _NumpyScalar | _Row | _Table | _Instance
 
 
-class _Stretch(msgspec.Struct, frozen=True, array_like=True):
+class _MemorySpan(msgspec.Struct, frozen=True, array_like=True):
     """Bytes of one memory: where in the buffer, how many, and how far from a multiple of ALIGN."""
 
     at: int
@@ -101,7 +101,7 @@ class _Stretch(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Header(msgspec.Struct, frozen=True, array_like=True):
-    stretches: list[_Stretch]
+    stretches: list[_MemorySpan]
     batch: _AnyNode
 
 
@@ -125,13 +125,13 @@ class PackedBatch:
         for tensor in _tensors(batch, set()):
             self._span(tensor)
         node = self._node(batch)
-        self.size, stretches = 0, list[_Stretch]()
+        self.size, stretches = 0, list[_MemorySpan]()
         for raw in self._raw:
             at = -(-self.size // ALIGN) * ALIGN
             size, phase = (
                 (raw.numel(), raw.data_ptr() % ALIGN) if isinstance(raw, Tensor) else (raw.size, 0)
             )
-            stretches.append(_Stretch(at, size, phase if size else 0))
+            stretches.append(_MemorySpan(at, size, phase if size else 0))
             self.size = at + size
         self._stretches = stretches
         try:
@@ -222,7 +222,9 @@ def unpack(header: bytes, buffer: Any, known: Mapping[str, type]) -> Any:
 
 
 class _Unpacking:
-    def __init__(self, stretches: list[_Stretch], buffer: Any, known: Mapping[str, type]) -> None:
+    def __init__(
+        self, stretches: list[_MemorySpan], buffer: Any, known: Mapping[str, type]
+    ) -> None:
         self.stretches, self.buffer, self.known = stretches, buffer, known
         self.memories: dict[int, Tensor] = {}
         self.seen: list[Any] = []
