@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from manyhands.data.reading.prepared_data import prepared
     from manyhands.stories.evaluate import evaluate, fingerprint
     from manyhands.stories.load import load, report
+    from manyhands.stories.predict import predict
     from manyhands.stories.prepare import prepare
     from manyhands.stories.replay import replay
     from manyhands.stories.train import resume, train
@@ -49,6 +50,7 @@ __all__ = [
     "fingerprint",
     "load",
     "map_reduce",
+    "predict",
     "prepare",
     "prepared",
     "replay",
@@ -62,6 +64,7 @@ _LATER = {
     "fingerprint": "manyhands.stories.evaluate",
     "load": "manyhands.stories.load",
     "map_reduce": "manyhands.data.mapreduce.map_reduce",
+    "predict": "manyhands.stories.predict",
     "prepare": "manyhands.stories.prepare",
     "prepared": "manyhands.data.reading.prepared_data",
     "replay": "manyhands.stories.replay",

@@ -12,6 +12,7 @@ from manyhands.cli import (
     data_commands,
     host_commands,
     live_commands,
+    predict_command,
     run_commands,
     train_commands,
 )
@@ -55,6 +56,7 @@ for name, command in (
     ("resume", train_commands.resume),
     ("demo", train_commands.demo),
     ("evaluate", run_commands.evaluate),
+    ("predict", predict_command.predict),
     ("fingerprint", run_commands.fingerprint),
     ("status", run_commands.status),
     ("runs", run_commands.runs),

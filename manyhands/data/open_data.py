@@ -85,6 +85,15 @@ def open_data(
     return train, kept
 
 
+def prepared_of(data: Any, settings: DataConfig = _DEFAULTS) -> PreparedData | None:
+    """What a task's data is, where it is a prepared folder; in its fold, where settings name it."""
+    if isinstance(data, str | Path):
+        data = prepared(data)
+    if not isinstance(data, PreparedData):
+        return None
+    return data if settings.fold is None else _in_fold(data, settings.fold, _listings())
+
+
 def make_ready(
     train: Records,
     held_out: Records | None,

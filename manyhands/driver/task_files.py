@@ -12,7 +12,7 @@ import torch
 
 from manyhands.checkpoint.commit import FolderStorage, newest_sound
 from manyhands.checkpoint.step_files import MODEL
-from manyhands.data.open_data import open_task
+from manyhands.data.open_data import open_task, prepared_of
 from manyhands.data.reading.records import Records, sampled_digest
 from manyhands.evaluation.early_stopping import criterion
 from manyhands.values.config import EFFECTS, RunConfig, changed, read_toml, to_toml
@@ -128,6 +128,11 @@ def describe_run(run: RunDir, loaded: Loaded, config: RunConfig, records: Record
     write_whole(run.task / "task.json", msgspec.json.format(msgspec.json.encode(note)))
     if source is not None:
         write_whole(run.task / source.name, loaded.text)
+    if (data := prepared_of(loaded.task.data, config.data)) is not None:
+        # Arrow is not needed by others.
+        from manyhands.data.serving.stored_encoders import store_encoders
+
+        store_encoders(data.folder, run.encoders)
 
 
 def config_text(loaded: Loaded, config: RunConfig) -> str:

@@ -31,6 +31,11 @@ class RunDir:
         return self.root / "task"
 
     @property
+    def encoders(self) -> Path:
+        """What the prepared folder that it learns from says of itself, without the shards."""
+        return self.task / "prepared"
+
+    @property
     def plan(self) -> Path:
         return self.root / "plan.json"
 

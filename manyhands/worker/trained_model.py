@@ -33,7 +33,7 @@ def trained_model(task: Task, folder: Path, seed: int, weights: str = TRAINED) -
     if weights != TRAINED:  # averages are kept of weights: buffers are those of the step
         tensors = step_files.read_model(folder) | tensors
     given = copy.deepcopy(task.model) if isinstance(task.model, Module) else task.model
-    with _randomness_kept():
+    with randomness_kept():
         seed_everything(seed, "model")
         model = build_model(given)
     take(model, tensors, where=str(folder))
@@ -71,7 +71,7 @@ def _by_plain_name(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 @contextmanager
-def _randomness_kept() -> Generator[None]:
+def randomness_kept() -> Generator[None]:
     """Whoever loads a model may be in the middle of something that draws."""
     before = random.getstate(), np.random.get_state(legacy=False)
     try:

@@ -12,6 +12,7 @@ from manyhands.stories.prepare import PrepareCall
 from manyhands.stories.train import ResumeCall, TrainCall
 from manyhands.values.config import EFFECTS
 from manyhands.values.option_fields import command_option, help_texts
+from manyhands.values.predict_options import PredictRequest
 from manyhands.values.run_options import DoctorRequest, EvaluateRequest
 
 PAGE = Path(mh.__file__).parent.parent / "docs" / "options.md"
@@ -30,6 +31,7 @@ TABLES: dict[str, tuple[type, Callable[..., Any] | None]] = {
     "train": (TrainCall, mh.train),
     "resume": (ResumeCall, mh.resume),
     "evaluate": (EvaluateRequest, mh.evaluate),
+    "predict": (PredictRequest, mh.predict),
     "prepare": (PrepareCall, mh.prepare),
     "doctor": (DoctorRequest, None),
 }

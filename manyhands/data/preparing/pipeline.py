@@ -54,7 +54,7 @@ LEAST_MEMORY = 100_000
 
 def prepare(request: PrepareRequest, executor: Executor | None = None) -> Manifest:
     """Turn raw records into a data set in a folder; what it holds."""
-    recipe, options = recipe_of(request), _options(request)
+    recipe, options = recipe_of(request), reading_options(request)
     folder, limit = local_folder(request.to, "prepared data"), parse_bytes(request.memory)
     if limit < LEAST_MEMORY:
         raise DataError(f"--memory {request.memory} is too little; give at least 1MB.")
@@ -81,7 +81,7 @@ def prepare(request: PrepareRequest, executor: Executor | None = None) -> Manife
     return manifest
 
 
-def _options(request: Reading) -> Options:
+def reading_options(request: Reading) -> Options:
     names = request.names or ()
     return Options(
         format=request.input_format,
