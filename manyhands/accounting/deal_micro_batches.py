@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from manyhands.accounting.phases import Phases
+
 Batch = Any
 """What a task's `loss` receives: for dict data a dict of tensors, else what its collation made."""
 
@@ -43,6 +45,9 @@ class Cut:
     epoch: int
     start: int
     sizes: tuple[int, ...]
+    fetched: int
+    """The first step that reads this batch: random numbers that are drawn in fetching it depend on
+    that one. Where there is one optimizer, the step itself."""
 
     @property
     def stop(self) -> int:
@@ -66,20 +71,32 @@ def cut_sizes(records: int, micro_batch: int) -> tuple[int, ...]:
 
 
 def steps_per_epoch(records: int, batch: int) -> int:
-    """A last batch of a single record joins the one before it (BatchNorm cannot train on one)."""
+    """In batches. A last one of a single record joins the one before it (BatchNorm cannot train on
+    one)."""
     full, rest = divmod(records, batch)
     if rest == 0 or (rest == 1 and full > 0):
         return full
     return full + 1
 
 
-def cut(step: int, *, records: int, batch: int, micro_batch: int) -> Cut:
+def cut(
+    step: int, *, records: int, batch: int, micro_batch: int, phases: Phases | None = None
+) -> Cut:
     """Where step `step` (from 0) reads. Batches never cross the end of an epoch."""
     per_epoch = steps_per_epoch(records, batch)
-    epoch, k = divmod(step, per_epoch)
+    number = phases.batch_of(step) if phases else step
+    epoch, k = divmod(number, per_epoch)
     start = k * batch
     stop = records if k == per_epoch - 1 else start + batch
-    return Cut(step, epoch, start, cut_sizes(stop - start, micro_batch))
+    first = phases.steps_before(number) if phases else step
+    return Cut(step, epoch, start, cut_sizes(stop - start, micro_batch), first)
+
+
+def ends_epoch(step: int, *, records: int, batch: int, phases: Phases | None = None) -> bool:
+    """Whether all of an epoch is done after step `step`."""
+    done = phases.batches_before(step + 1) if phases else step + 1
+    whole = phases is None or phases.steps_before(done) == step + 1
+    return whole and done % steps_per_epoch(records, batch) == 0
 
 
 @lru_cache(maxsize=1024)

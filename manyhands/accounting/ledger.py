@@ -16,7 +16,9 @@ from typing import IO, Any
 
 import msgspec
 
-from manyhands.accounting.deal_micro_batches import cut
+from manyhands.accounting.deal_micro_batches import Cut, cut
+from manyhands.accounting.phases import Phases
+from manyhands.values.config import HEARD_SCORE
 from manyhands.values.errors import RunDirError
 from manyhands.values.kernels import Kernels
 from manyhands.values.run_folder import naming, sync_folder
@@ -35,11 +37,18 @@ class Opened(LedgerEntry, frozen=True):
     batch: int
     micro_batch: int
     seed: int
+    phases: Phases | None = None
+    """Of several optimizers: which of them takes which step."""
 
     @property
-    def shape(self) -> dict[str, int]:
+    def shape(self) -> dict[str, Any]:
         """The keywords of `cut` and `runs_of`."""
-        return {"records": self.records, "batch": self.batch, "micro_batch": self.micro_batch}
+        sizes = {"records": self.records, "batch": self.batch, "micro_batch": self.micro_batch}
+        return {**sizes, "phases": self.phases}
+
+    def batch_at(self, number: int) -> Cut:
+        """Where a batch lies (from 0), whoever reads it."""
+        return cut(number, records=self.records, batch=self.batch, micro_batch=self.micro_batch)
 
 
 class Committed(LedgerEntry, frozen=True):
@@ -205,17 +214,24 @@ def old_book(path: Path, opened: Opened, step: int, given: frozenset[str]) -> tu
         )
     ledger = Ledger(path)
     ledger.write(Rewound(step))
-    for change in changes_after(entries, step + 1):  # they will be in force again, at their steps
-        ledger.write(change)
+    again = [c for c in changes_after(entries, 0) if c.step <= step or not _was_heard(c)]
+    for change in again:  # they will be in force again, at their steps
+        if change.step > step:
+            ledger.write(change)
     ledger.sync()
     numbers = [n for e in entries if isinstance(e, Committed) for n in e.workers]
     book = Book(ledger, opened)
     book.kernels = computing_at(entries, step)
     book.changes = [
         SettingsChanged(c.step, {k: v for k, v in c.settings.items() if k not in given})
-        for c in changes_after(entries, 0)
+        for c in again
     ]
     return book, max(numbers, default=-1) + 1
+
+
+def _was_heard(change: SettingsChanged) -> bool:
+    """Scores that schedules heard: after a resume they are computed again."""
+    return HEARD_SCORE in change.settings
 
 
 def read(path: Path) -> list[AnyEntry]:
@@ -251,9 +267,18 @@ def opening(entries: Sequence[AnyEntry]) -> Opened:
 
 
 def runs_of(
-    first: int, stop: int, *, records: int, batch: int, micro_batch: int
+    first: int,
+    stop: int,
+    *,
+    records: int,
+    batch: int,
+    micro_batch: int,
+    phases: Phases | None = None,
 ) -> list[EpochStretch]:
-    """What steps [first, stop) read: one run for each epoch they touch."""
+    """What steps [first, stop) consume: one run for each epoch they touch. With phases that share
+    their batches, that is what no step before them has read."""
+    if phases is not None:
+        first, stop = phases.batches_before(first), phases.batches_before(stop)
     if stop <= first:
         return []
     begin = cut(first, records=records, batch=batch, micro_batch=micro_batch)
@@ -353,5 +378,6 @@ def _cut_at(step: int, entry: Committed, opened: Opened) -> Committed:
 
 def _place(step: int, opened: Opened) -> int:
     """How many records the steps before `step` consume."""
-    here = cut(step, **opened.shape)
+    number = opened.phases.batches_before(step) if opened.phases else step
+    here = opened.batch_at(number)
     return here.epoch * opened.records + here.start

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from manyhands.accounting.deal_micro_batches import cut, deal, steps_per_epoch
+from manyhands.accounting.deal_micro_batches import deal, steps_per_epoch
 from manyhands.accounting.ledger import (
     AnyEntry,
     Committed,
@@ -103,8 +103,7 @@ def _alone(entry: Committed, opened: Opened) -> Iterator[str]:
     if not 0 <= first < stop:
         yield f"steps [{first}, {stop}) are no range."
         return
-    per_epoch = steps_per_epoch(opened.records, opened.batch)
-    touched = (stop - 1) // per_epoch - first // per_epoch + 1
+    touched = _epochs_touched(first, stop, opened)
     if len(entry.runs) != touched:  # said before listing them: a damaged `stop` may be enormous
         yield f"steps [{first}, {stop}) touch {touched} epochs, but it has {len(entry.runs)} runs."
     else:
@@ -209,10 +208,28 @@ def _shares(line: Sequence[Committed], opened: Opened) -> dict[int, Share]:
 def _shapes(first: int, stop: int, opened: Opened) -> Iterator[tuple[int, tuple[int, ...]]]:
     """How many of steps [first, stop) have which micro-batches: last steps of an epoch, others."""
     per_epoch = steps_per_epoch(opened.records, opened.batch)
-    last = stop // per_epoch - first // per_epoch
-    for count, step in ((stop - first - last, 0), (last, per_epoch - 1)):
+    last = _last_of_epochs(stop, opened) - _last_of_epochs(first, opened)
+    for count, batch in ((stop - first - last, 0), (last, per_epoch - 1)):
         if count:
-            yield count, cut(step, **opened.shape).sizes
+            yield count, opened.batch_at(batch).sizes
+
+
+def _last_of_epochs(step: int, opened: Opened) -> int:
+    """How many of the steps before `step` read the last batch of an epoch."""
+    per_epoch, phases = steps_per_epoch(opened.records, opened.batch), opened.phases
+    if phases is None:
+        return step // per_epoch
+    epochs = range(phases.batches_before(step) // per_epoch + 1)
+    ends = ((phases.steps_before((e + 1) * per_epoch - i) for i in (1, 0)) for e in epochs)
+    return sum(max(0, min(step, stop) - first) for first, stop in ends)
+
+
+def _epochs_touched(first: int, stop: int, opened: Opened) -> int:
+    """By what steps [first, stop) consume."""
+    if opened.phases is not None:
+        first, stop = (opened.phases.batches_before(step) for step in (first, stop))
+    per_epoch = steps_per_epoch(opened.records, opened.batch)
+    return (stop - 1) // per_epoch - first // per_epoch + 1 if stop > first else 0
 
 
 def _say(run: EpochStretch) -> str:

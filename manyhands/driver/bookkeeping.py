@@ -27,18 +27,19 @@ from manyhands.driver.run_outputs import RunOutputs
 from manyhands.driver.speed_meter import SpeedMeter
 from manyhands.driver.status_writer import write_status
 from manyhands.driver.supervise.run_outcome import Done, Incident
-from manyhands.evaluation.early_stopping import best_step, should_stop
+from manyhands.evaluation.early_stopping import best_step, criterion, should_stop
 from manyhands.monitor.terminal import Progress
 from manyhands.planning.planner import Plan
 from manyhands.values import events
 from manyhands.values.blame import blame
-from manyhands.values.config import live_settings
+from manyhands.values.config import HEARD_SCORE, EvaluateConfig, live_settings
 from manyhands.values.errors import (
     CallbackFailed,
     ConfigError,
     Interrupted,
     RequestError,
     RunFailed,
+    TaskError,
 )
 from manyhands.values.kernels import Kernels, otherwise
 from manyhands.values.messages import Beat, SavedFile, Settings, View
@@ -244,6 +245,17 @@ class Bookkeeping:
         except ConfigError as error:  # hours in, a warning is worth more than a stop
             self.event(events.Warned(text=f"{error} It will not stop early."))
             return None
+
+    def heard(self, step: int, scores: dict[str, float]) -> float:
+        """The score that schedules wait for; from here on it is in the journal."""
+        by = criterion((self.job.config.evaluate or EvaluateConfig()).by).score
+        if by not in scores:
+            raise TaskError(
+                f"the schedule waits for the score '{by}' (evaluate.by); the task has: "
+                f"{', '.join(scores)}."
+            )
+        self.book.change(step, {HEARD_SCORE: scores[by]})
+        return scores[by]
 
     def written(self, step: int, attempt: int, files: list[SavedFile], blocked_s: float) -> None:
         listed = {f.name: FileRecord(f.size_bytes, f.sha256) for f in files}

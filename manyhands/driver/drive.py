@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import msgspec
 
 from manyhands.accounting.ledger import Book, Opened, journal_of, new_book, old_book
+from manyhands.accounting.phases import phases_of
 from manyhands.data.open_data import make_ready, open_task
 from manyhands.data.reading.records import Records
 from manyhands.driver.bookkeeping import Bookkeeping
@@ -73,6 +74,7 @@ def _planned(job: ResolvedRun, launcher: Launcher, records: Records) -> Plan:
         launcher.hosts.inventory(),
         workers=job.workers,
         records=len(records),
+        phases=phases_of(job.loaded.task),
         most_workers=launcher.traits.most_workers,
         many_hosts=launcher.traits.many_hosts,
         paced=job.aim is not None,
@@ -120,13 +122,15 @@ def _write_down(
     book, first_worker = _book(job, len(records), resume)
     books = Bookkeeping(job, made, resume, book)
     write_whole(job.run.config, config_text(job.loaded, job.config))
-    return _Written(parcel, books, first_worker, records_in_hand(*data, job.config))
+    records_of = records_in_hand(*data, job.config, phases_of(job.loaded.task))
+    return _Written(parcel, books, first_worker, records_of)
 
 
 def _book(job: ResolvedRun, records: int, resume: int | None) -> tuple[Book, int]:
     """The ledger, opened or gone on with; and the number of the next worker."""
     train, path = job.config.train, job.run.ledger
-    opened = Opened(records, train.batch, train.micro_batch_size, train.seed)
+    phases = phases_of(job.loaded.task)
+    opened = Opened(records, train.batch, train.micro_batch_size, train.seed, phases)
     if resume is None:
         return new_book(path, opened, job.changes), 0
     return old_book(path, opened, resume, job.given)
@@ -236,6 +240,7 @@ def _orders(
         steps=made.steps.value,
         start_from=start_from,
         debug=job.debug,
+        replays=job.replays,
         log_every=1 if job.on_step else job.config.log.every_steps,
         faults=job.faults,
     )

@@ -4,6 +4,7 @@
 import math
 from collections.abc import Callable
 
+from manyhands.accounting.phases import Phases
 from manyhands.data.reading.micro_batch_feed import MicroBatchFeed, held_out_ids
 from manyhands.data.reading.records import Records
 from manyhands.values.config import RunConfig
@@ -12,7 +13,7 @@ from manyhands.values.work_in_hand import WorkInHand
 
 
 def records_in_hand(
-    records: Records, held_out: Records | None, config: RunConfig
+    records: Records, held_out: Records | None, config: RunConfig, phases: Phases | None = None
 ) -> Callable[[WorkInHand], list[int]]:
     """In the user's numbering. Empty when it cannot be told: data may be out of reach from here."""
     train = config.train
@@ -26,6 +27,7 @@ def records_in_hand(
         batch=train.batch,
         micro_batch=train.micro_batch_size,
         seeder=fetches_nothing,
+        phases=phases,
     )
 
     def find(work: WorkInHand) -> list[int]:

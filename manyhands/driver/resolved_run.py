@@ -64,6 +64,8 @@ class ResolvedRun:
     """Settings given for this resume: they win over earlier live changes."""
     changes: Mapping[int, dict[str, Any]] = field(default_factory=dict[int, dict[str, Any]])
     """Settings that change after so many steps: of the run that is replayed."""
+    replays: bool = False
+    """It computes what another run did; scores that its schedules heard are among the changes."""
     debug: tuple[int, int] | None = None
     """Stop in a debugger at this micro-batch: (step, index)."""
     notes: Sequence[str] = ()

@@ -33,6 +33,7 @@ from manyhands.launch.engines.launcher import (
 )
 from manyhands.launch.wire.control_channel import Nonsense, SupervisorChannel
 from manyhands.values import events
+from manyhands.values.config import HEARD_SCORE
 from manyhands.values.kernels import distinct
 from manyhands.values.messages import (
     Beat,
@@ -338,7 +339,10 @@ class Supervisor:
                 self._collect(message)
             case Scored(step=step, round=round, scores=scores):
                 now.scored, now.enough = step, self.books.scored(step, scores)
-                self._tell_members(Reply(round=round, stop=now.enough))
+                heard = self.books.heard(step, scores) if message.heard else None
+                if heard is not None:
+                    now.journal.setdefault(step, {})[HEARD_SCORE] = heard
+                self._tell_members(Reply(round=round, stop=now.enough, heard=heard))
             case Written():
                 self._written(message)
             case StoreFile() | ReadFile():

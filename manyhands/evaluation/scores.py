@@ -50,7 +50,8 @@ class BatchResult(msgspec.Struct, frozen=True, array_like=True):
 class Evaluation:
     """How a task is scored."""
 
-    loss: Callable[[Module, Any], Any]
+    loss: Callable[[Module, Any], Any] | None
+    """None: there is none that all records have (several optimizers, each with its own)."""
     read_loss: Callable[[Any], tuple[Tensor, float | None, dict[str, float]]]
     predict: Callable[[Module, Any], tuple[Tensor, Tensor]] | None
     scores: Mapping[str, Any]
@@ -84,7 +85,10 @@ def measure(
 def _measure_one(
     evaluation: Evaluation, model: Module, index: int, records: int, batch: Any
 ) -> BatchResult:
-    loss, weight, _ = evaluation.read_loss(evaluation.loss(model, batch))
+    value, weight = math.nan, None
+    if evaluation.loss is not None:
+        loss, weight, _ = evaluation.read_loss(evaluation.loss(model, batch))
+        value = loss.item()
     states: dict[str, dict[str, list[ScoreArray]]] = {}
     outputs = None
     if evaluation.scores and evaluation.predict is not None:
@@ -97,14 +101,16 @@ def _measure_one(
         if evaluation.functions():
             outputs = (to_array(predictions), to_array(targets))
     counted = float(records) if weight is None else weight
-    return BatchResult(index, records, loss.item(), counted, states, outputs)
+    return BatchResult(index, records, value, counted, states, outputs)
 
 
 def combine(evaluation: Evaluation, results: Sequence[BatchResult]) -> dict[str, float]:
     """The scores, from all batches' results."""
     ordered = sorted(results, key=lambda r: r.index)
     total = sum(r.weight for r in ordered)
-    scores = {"loss": sum(r.loss * r.weight for r in ordered) / total if total else math.nan}
+    scores: dict[str, float] = {}
+    if evaluation.loss is not None:
+        scores["loss"] = sum(r.loss * r.weight for r in ordered) / total if total else math.nan
     for name, metric in evaluation.metrics().items():
         scores.update(_numbers(name, _merged(metric, [r.states[name] for r in ordered])))
     functions = evaluation.functions()

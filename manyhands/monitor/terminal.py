@@ -35,7 +35,7 @@ class Progress:
 
     step: int = 0
     total_steps: int = 1
-    steps_per_epoch: int = 1
+    steps_per_epoch: int | float = 1
     loss: float = math.nan
     samples_per_s: float = 0.0
     batch: int = 1

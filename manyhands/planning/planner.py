@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from manyhands.accounting.deal_micro_batches import cut_sizes, steps_per_epoch
+from manyhands.accounting.phases import Phases
 from manyhands.values.config import TrainConfig
 from manyhands.values.errors import ConfigError
 from manyhands.values.machine import Machine
@@ -29,7 +30,9 @@ class Plan(msgspec.Struct, frozen=True):
     steps: Choice
     micro_batches: Choice
     records: int
-    steps_per_epoch: int
+    steps_per_epoch: int | float
+    """On average, where several optimizers do not take a step in every round."""
+    phases: Choice | None = None
     readers: Choice | None = None
     """None: not known before fetching was measured."""
 
@@ -40,6 +43,7 @@ class Plan(msgspec.Struct, frozen=True):
             ("encryption", self.encryption),
             ("steps", self.steps),
             ("micro-batches", self.micro_batches),
+            ("optimizers", self.phases),
             ("readers", self.readers),
         )
         return [f"{name}: {choice}" for name, choice in named if choice is not None]
@@ -51,6 +55,7 @@ def plan(
     *,
     workers: int | tuple[int, int] | None,
     records: int,
+    phases: Phases | None = None,
     most_workers: int | None = None,
     many_hosts: bool = False,
     paced: bool = False,
@@ -63,10 +68,11 @@ def plan(
         workers=_workers(train, machine, workers, most_workers, paced),
         collective=collective,
         encryption=_encryption(train, str(collective.value), many_hosts),
-        steps=_steps(train, records),
+        steps=_steps(train, records, phases),
         micro_batches=_micro_batches(train, records),
         records=records,
-        steps_per_epoch=steps_per_epoch(records, train.batch),
+        steps_per_epoch=_steps_per_epoch(records, train.batch, phases),
+        phases=_phases(phases),
         readers=Choice(readers, "of each worker, as asked") if readers else None,
     )
 
@@ -179,12 +185,28 @@ def _encryption(train: TrainConfig, collective: str, many_hosts: bool) -> Choice
     return Choice("none", "gradients travel in the open; train.encrypt = true seals them")
 
 
-def _steps(train: TrainConfig, records: int) -> Choice:
+def _steps_per_epoch(records: int, batch: int, phases: Phases | None) -> int | float:
+    batches = steps_per_epoch(records, batch)
+    if phases is None:
+        return batches
+    found = batches * phases.steps_per_batch
+    return int(found) if found == int(found) else found
+
+
+def _phases(phases: Phases | None) -> Choice | None:
+    if phases is None:
+        return None
+    over = "of a round see the same batch" if phases.shared else "each take the next batch"
+    return Choice(str(phases), f"each takes a step, in this order; those {over}")
+
+
+def _steps(train: TrainConfig, records: int, phases: Phases | None) -> Choice:
     if train.steps is not None:
         return Choice(train.steps, "as asked")
     epochs = train.epochs or 1
     per_epoch = steps_per_epoch(records, train.batch)
-    return Choice(epochs * per_epoch, f"{epochs} epochs of {per_epoch} batches of {train.batch}")
+    batches, what = epochs * per_epoch, f"{epochs} epochs of {per_epoch} batches of {train.batch}"
+    return Choice(phases.steps_before(batches) if phases else batches, what)
 
 
 def _micro_batches(train: TrainConfig, records: int) -> Choice:

@@ -104,6 +104,7 @@ def replay(
             on_step=lambda event: losses.__setitem__(event.step, event.loss),
             quiet=quiet,
             changes=ledger.changes_by_step(ledger.read(folder.ledger)),
+            replays=True,
             debug=None if debug is None else (step, debug),
             notes=notes,
         )

@@ -17,16 +17,16 @@ from manyhands.training.collective.sockets import Sockets
 from manyhands.training.collective.torch_group import DeviceSlots, TorchGroup
 from manyhands.training.collective.two_level import TwoLevel
 from manyhands.training.compute.seeds import seed_everything
+from manyhands.training.state.build_optimizer import build_optimizer, build_schedules
 from manyhands.training.state.layout import Lanes
 from manyhands.training.state.memory import Memory
 from manyhands.training.state.replica import Replica, build_model
-from manyhands.training.state.schedule_effects import refuse_functions_that_remember
 from manyhands.training.state.weight_average import AverageKind, equal, moving
 from manyhands.training.sync.allreduce.allreduce import AllReduce, MeetMembers
 from manyhands.training.sync.alone import Alone
 from manyhands.training.sync.sync import Auditor, Moment, Place, Sync
 from manyhands.values.config import TrainConfig
-from manyhands.values.errors import ConfigError, TaskError
+from manyhands.values.errors import ConfigError
 from manyhands.values.machine import usable_cores
 from manyhands.values.task import Task
 
@@ -53,25 +53,13 @@ def replica(
     """Model, optimizer and schedule: the same in every worker, from the seed. `protect`: this
     process is the worker's own, and may be ended when its model writes weights. `epoch_of` a step.
     """
-    assert task.optimizer is not None
     seed_everything(train.seed, "model")
     model = build_model(task.model).to(device).train()
-    optimizer = task.optimizer(model)
-    if not isinstance(optimizer, torch.optim.Optimizer):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TaskError(
-            f"Task: optimizer built {type(optimizer).__name__}, not a torch.optim.Optimizer. Give "
-            "one optimizer, with a parameter group for each way of training."
-        )
-    schedule = task.schedule(optimizer) if task.schedule else None
-    if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        raise TaskError(
-            "Task: ReduceLROnPlateau wants a score at every step; use a schedule that does not."
-        )
-    refuse_functions_that_remember(schedule, train.seed)
+    optimizer = build_optimizer(task, model)
     return Replica(
         model,
         optimizer,
-        schedule,
+        build_schedules(task, optimizer, model, seed=train.seed),
         memory,
         device,
         protect=protect,

@@ -242,6 +242,11 @@ LIVE = tuple(
 """Settings that may change while a run goes on; beside them, the optimizer's hyper-parameters."""
 
 
+HEARD_SCORE = "heard_score"
+"""In the journal beside what `manyhands set` changed: the score after which a schedule that waits
+for one (ReduceLROnPlateau) was stepped."""
+
+
 def read_changes(settings: Iterable[str]) -> dict[str, Any]:
     """`manyhands set`'s arguments: lr=3e-4 weight_decay=0.1 train.clip_norm=1 log.every_steps=5."""
     changes: dict[str, Any] = {}

@@ -183,6 +183,8 @@ class Scored(Message, frozen=True):
     step: Natural
     round: Name
     scores: Scores
+    heard: bool = False
+    """Schedules wait for the score that decides (evaluate.by)."""
 
 
 class SavedFile(msgspec.Struct, frozen=True):
@@ -364,6 +366,8 @@ class Reply(Message, frozen=True):
     parts: list[bytes] = []
     stop: str | None = None
     """After scores: the reason to stop early."""
+    heard: float | None = None
+    """After scores: what schedules that wait for one are told. It is in the journal."""
 
 
 class Answer(Message, frozen=True):

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a user brings: model, loss, data, optimizer, scores. Plain PyTorch, no base class."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from manyhands.values.errors import TaskError
 
@@ -13,6 +14,13 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     Loss = Tensor | tuple[Any, ...]
+    Losses = Callable[[Module, Any], Loss]
+    MakesOptimizer = Callable[[Module], Optimizer]
+    MakesSchedule = Callable[[Optimizer], Any]
+
+
+LONGEST_PERIOD = 10_000
+"""Rounds until several optimizers are due in the same way again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,15 +30,31 @@ class Task:
     model: "Callable[[], Module] | Module"
     """Builds the module. A module itself is taken as it is, with its weights."""
 
-    loss: "Callable[[Module, Any], Loss] | None" = None
+    loss: "Losses | Mapping[str, Losses] | None" = None
     """`loss(model, batch)`: a mean over the batch's records, or `(mean, weight)` where the mean is
     over something else (tokens, say), or either with a dict of numbers to log at the end."""
 
-    optimizer: "Callable[[Module], Optimizer] | None" = None
-    """`optimizer(model)`: any optimizer, any groups."""
+    optimizer: "MakesOptimizer | Mapping[str, MakesOptimizer] | None" = None
+    """`optimizer(model)`: any optimizer, any groups. Several, each over parameters of its own and
+    with a loss of its own (a GAN): a dict, `{"d": ..., "g": ...}`, and `loss` another with the same
+    names. In each round they take a step each, in the order of this dict."""
 
-    schedule: "Callable[[Optimizer], Any] | None" = None
-    """`schedule(optimizer)`: a learning-rate scheduler, stepped once per optimizer step."""
+    schedule: "MakesSchedule | Mapping[str, MakesSchedule] | None" = None
+    """`schedule(optimizer)`: a learning-rate scheduler. Of several optimizers: a dict, as far as
+    they have one."""
+
+    schedule_every: Literal["step", "epoch"] = "step"
+    """When it is stepped. (ReduceLROnPlateau: after each evaluation while training.)"""
+
+    every: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Of several optimizers: `{"g": 5}` lets g take a step in every fifth round only."""
+
+    offset: Mapping[str, int] = field(default_factory=dict[str, int])
+    """And in which of the five, counted from 0."""
+
+    share_batch: bool = True
+    """Of several optimizers: those of a round see the same batch; False: each step takes the next
+    one."""
 
     data: Any = None
     """A dict of tensors or arrays with one row per record, a map-style Dataset, or a prepared
@@ -53,14 +77,16 @@ class Task:
     # here in place of `loss` and `optimizer`: the sum between them is the same canonical sum.
 
     def __post_init__(self) -> None:
-        for name in ("model", "loss", "optimizer"):
+        several = isinstance(self.optimizer, Mapping)
+        for name in ("model",) if several else ("model", "loss", "optimizer"):
             if not callable(getattr(self, name)):
                 given = getattr(self, name)
                 what = "is missing" if given is None else f"is {type(given).__name__}"
                 raise TaskError(f"Task: {name} {what}; give a function. See docs/task.md.")
-        for name in ("schedule", "predict", "collate"):
+        for name in ("predict", "collate", *(() if several else ("schedule",))):
             if getattr(self, name) is not None and not callable(getattr(self, name)):
                 raise TaskError(f"Task: {name} is not a function. See docs/task.md.")
+        see_that_phases_fit(self)
         if self.data is None:
             raise TaskError(
                 "Task: data is missing; give a dict of tensors, a Dataset or a prepared folder."
@@ -80,4 +106,67 @@ class Task:
             raise TaskError(
                 f"Task: held_out = {self.held_out} is not a fraction between 0 and 1; "
                 "leave it out to hold out nothing."
+            )
+
+
+def see_that_phases_fit(task: Task) -> None:
+    """Several optimizers: each has a loss, and in every round at least one is due."""
+    if task.schedule_every not in ("step", "epoch"):
+        raise TaskError(
+            f"Task: schedule_every is {task.schedule_every!r}; it can be 'step' or 'epoch'."
+        )
+    if not isinstance(task.optimizer, Mapping):
+        for name in ("every", "offset"):
+            if getattr(task, name):
+                raise TaskError(f"Task: {name} is for several optimizers: optimizer={{...}}.")
+        return
+    names = list(task.optimizer)
+    if not names or not all(name and isinstance(name, str) for name in names):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TaskError('Task: optimizer={...} names each optimizer: {"d": ..., "g": ...}.')
+    if not isinstance(task.loss, Mapping) or set(task.loss) != set(names):
+        raise TaskError(
+            f"Task: there are optimizers {', '.join(names)}; each needs a loss of its own: "
+            f"loss={{{', '.join(f'{name!r}: ...' for name in names)}}}."
+        )
+    if task.schedule is not None and not isinstance(task.schedule, Mapping):
+        raise TaskError(
+            "Task: with several optimizers, schedule is a dict: "
+            f"schedule={{{names[0]!r}: lambda optimizer: ...}}."
+        )
+    for field_name in ("optimizer", "loss", "schedule", "every", "offset"):
+        given: Mapping[str, Any] = getattr(task, field_name) or {}
+        for name, value in given.items():
+            if name not in names:
+                raise TaskError(
+                    f"Task: {field_name} speaks of '{name}'; the optimizers are {', '.join(names)}."
+                )
+            if field_name in ("optimizer", "loss", "schedule") and not callable(value):
+                raise TaskError(f"Task: {field_name}[{name!r}] is not a function.")
+    _see_that_rounds_are_taken(names, task.every, task.offset)
+
+
+def _see_that_rounds_are_taken(
+    names: list[str], every: Mapping[str, int], offset: Mapping[str, int]
+) -> None:
+    for name, rounds in every.items():
+        if not isinstance(rounds, int) or rounds < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TaskError(
+                f"Task: every[{name!r}] is {rounds!r}; it is a number of rounds, 1 or more."
+            )
+    for name, first in offset.items():
+        rounds = every.get(name, 1)
+        if not isinstance(first, int) or not 0 <= first < rounds:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TaskError(
+                f"Task: offset[{name!r}] is {first!r}; it must be below every[{name!r}], {rounds}."
+            )
+    if (period := math.lcm(*(every.get(name, 1) for name in names))) > LONGEST_PERIOD:
+        raise TaskError(
+            f"Task: with every={dict(every)} it takes {period:,} rounds until the optimizers are "
+            f"due in the same way again; {LONGEST_PERIOD:,} at the most."
+        )
+    for round in range(period):
+        if not any(round % every.get(name, 1) == offset.get(name, 0) for name in names):
+            raise TaskError(
+                f"Task: in round {round} (and every {period} after it) no optimizer is due, so its "
+                "batch would train nothing. Leave `every` out for one of them."
             )

@@ -72,6 +72,8 @@ class Orders(msgspec.Struct, frozen=True, kw_only=True):
     start_from: str | None = None
     """A safetensors file to take the first weights from."""
     log_every: int = 10
+    replays: bool = False
+    """It computes what another run did, and hears the scores that one heard."""
     debug: tuple[int, int] | None = None
     """Stop in a debugger at this micro-batch: (step, index)."""
     faults: FaultPlan = FaultPlan()

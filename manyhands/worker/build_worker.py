@@ -4,7 +4,7 @@ nothing else."""
 
 import pdb
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from manyhands.training.compute.micro_batch_gradient import LossFn
 from manyhands.training.state.memory import Memory
 from manyhands.training.state.replica import Replica
 from manyhands.training.sync.sync import Moment, Sync
+from manyhands.values.errors import TaskError
 from manyhands.values.kernels import Kernels
 from manyhands.values.messages import Measured
 from manyhands.values.task import Task
@@ -63,7 +64,6 @@ def build_worker(
 ) -> WorkerParts:
     train = orders.config.train
     task = ship_task.unpack(orders.parcel, orders.task_fd)
-    loss = _loss(task, orders, channel)
     device = build_training.choose_device(train, orders.worker)
     memory = Memory(None if orders.collective in PRIVATE else orders.state_fd)
     own_process = threading.current_thread() is threading.main_thread()
@@ -75,6 +75,7 @@ def build_worker(
         protect=own_process,
         epoch_of=lambda step: feed.cut(step).epoch,
     )
+    loss = _loss(task, replica, orders, channel)
 
     def fetched(done: int, total: int) -> None:
         """Before it has joined; so that nobody thinks it will not come."""
@@ -83,6 +84,8 @@ def build_worker(
     feed, held_out = open_feed(task, orders.config)
     records = feed.records
     make_ready(records, held_out, workers=1, fetch="missing", progress=fetched)
+    replica.schedules.ends_epoch = feed.ends_epoch
+    _see_that_scores_come(replica, orders, held_out)
     drag = partial(orders.faults.drag, orders.order)
     ahead = ReadAhead(feed, orders, channel, nursery)
     watched = WatchedFeed(feed, channel, device, moment, drag, ahead)
@@ -111,17 +114,34 @@ def build_worker(
     )
 
 
-def _loss(task: Task, orders: Orders, channel: WorkerChannel) -> LossFn:
+def _see_that_scores_come(replica: Replica, orders: Orders, held_out: Records | None) -> None:
+    evaluates = held_out is not None and orders.config.evaluate is not None
+    if replica.schedules.on_scores and not evaluates and not orders.replays:
+        raise TaskError(
+            "Task: ReduceLROnPlateau waits for scores of held-out records while it trains. Give "
+            "held_out=0.1 (or records of their own), and say when they are scored: --set "
+            "evaluate.by=loss does it once an epoch, evaluate.every_steps=... more often."
+        )
+
+
+def _loss(task: Task, replica: Replica, orders: Orders, channel: WorkerChannel) -> LossFn:
     """The task's; or the same in a debugger, when its micro-batch has come."""
     assert task.loss is not None
-    loss = task.loss
+    losses = task.loss
+
+    def of_phase(model: torch.nn.Module, batch: Any) -> Any:
+        assert isinstance(losses, Mapping)
+        return losses[replica.phase](model, batch)
+
+    loss = losses if callable(losses) else of_phase
     if orders.debug is None:
         return loss
 
     def debugged(model: torch.nn.Module, batch: Any) -> Any:
         if channel.heartbeat.current != orders.debug:
             return loss(model, batch)
-        return pdb.Pdb(nosigint=True).runcall(loss, model, batch)
+        own = losses[replica.phase] if isinstance(losses, Mapping) else losses
+        return pdb.Pdb(nosigint=True).runcall(own, model, batch)
 
     return debugged
 

@@ -10,7 +10,8 @@ from manyhands.checkpoint.commit import FileRecord, FolderStorage
 from manyhands.checkpoint.safetensors_files import decode
 from manyhands.checkpoint.saver import Content, Saver
 from manyhands.launch.wire.control_channel import WorkerChannel
-from manyhands.training.state.param_groups import groups_to_json, restore, schedule_to_json
+from manyhands.training.state.param_groups import groups_to_json
+from manyhands.training.state.phased_optimizer import kind_name
 from manyhands.training.state.replica import Replica
 from manyhands.training.state.sharded_optimizer import OptimizerEntry
 from manyhands.training.state.weight_average import SavedAverage
@@ -58,9 +59,9 @@ def common_part(replica: Replica) -> list[Content]:
     """What all workers have alike, and one of them writes."""
     state = {
         "step": replica.step,
-        "optimizer": type(replica.optimizer).__name__,
+        "optimizer": kind_name(replica.optimizer),
         "groups": groups_to_json(replica.optimizer),
-        "schedule": schedule_to_json(replica.schedule),
+        "schedule": replica.schedules.to_json(),
     }
     averages = replica.averages.items()
     return [
@@ -82,20 +83,13 @@ def load_model(replica: Replica, folder: Path, weights: str = "trained") -> dict
 def load_all(replica: Replica, folder: Path) -> None:
     """A committed step of this run; what the optimizer keeps is read later (`entries_of`)."""
     state = load_model(replica, folder)
-    kind = type(replica.optimizer).__name__
+    kind = kind_name(replica.optimizer)
     if state["optimizer"] != kind:
         raise CheckpointMismatch(
             f"{folder} was saved with {state['optimizer']}, the task now uses {kind}. "
             "To keep the weights only, start a new run with train.start_from."
         )
-    restore(
-        replica.optimizer,
-        replica.schedule,
-        groups=state["groups"],
-        saved=state["schedule"],
-        step=state["step"],
-        seed=replica.seed,
-    )
+    replica.schedules.restore(state["groups"], state["schedule"], state["step"])
     replica.step = state["step"]
     replica.change(replica.changes.get(replica.step, {}))
 

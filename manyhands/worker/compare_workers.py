@@ -102,6 +102,7 @@ class Recheck:
     def _compute(self, cut: Cut, index: int) -> Leaf:
         replica, self._before = self.replica, self.feed.line.heartbeat.work
         self.feed.note(cut, index)
+        replica.turn_to(cut.step)
         replica.buffers.begin(alone=len(cut.sizes) == 1)
         micro_batch = self.feed.unwatched(cut, index)
         with replica.guard:

@@ -31,7 +31,7 @@ from manyhands.training.collective.collective import PRIVATE
 from manyhands.training.collective.handshake import PeerListener
 from manyhands.training.compute.kernel_marks import fix_kernels, kernels_here
 from manyhands.training.compute.nondeterminism import PlainState
-from manyhands.training.state.param_groups import groups_to_json, kinds_of
+from manyhands.training.state.param_groups import groups_to_json
 from manyhands.training.state.sharded_optimizer import without_dynamo
 from manyhands.training.sync.sync import Place
 from manyhands.values import errors
@@ -203,7 +203,7 @@ class TrainingWorker:
                     worker=self.number,
                     step=self.replica.step,
                     groups=fitting(groups_to_json(self.replica.optimizer)),
-                    schedule=kinds_of(self.replica.schedule)[:SOME],
+                    schedule=self.replica.schedules.kinds()[:SOME],
                 )
             )
         if view.changes:  # journalled before any of us may use them

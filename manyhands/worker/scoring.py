@@ -17,20 +17,21 @@ from manyhands.launch.wire.control_channel import WorkerChannel
 from manyhands.training.compute import micro_batch_gradient
 from manyhands.training.compute.kernel_marks import fix_kernels
 from manyhands.training.compute.seeds import seed_everything
+from manyhands.training.state.build_optimizer import build_optimizer
 from manyhands.training.state.memory import Memory
 from manyhands.training.state.replica import Replica, build_model
 from manyhands.values.config import RunConfig
 from manyhands.values.errors import RequestError
-from manyhands.values.messages import RoundPart, Scored
+from manyhands.values.messages import Reply, RoundPart, Scored
 from manyhands.values.task import Task
 from manyhands.values.world import World
 from manyhands.worker.checkpoint_part import load_model
 
 
 def evaluation_of(task: Task, config: RunConfig) -> scores.Evaluation:
-    assert task.loss is not None
+    loss = task.loss if callable(task.loss) else None  # of several, none is that of the whole
     return scores.Evaluation(
-        task.loss, micro_batch_gradient.read_loss, task.predict, task.scores, config.train.precision
+        loss, micro_batch_gradient.read_loss, task.predict, task.scores, config.train.precision
     )
 
 
@@ -73,7 +74,7 @@ def measured(task: Task, config: RunConfig, folder: Path, world: World) -> list[
     try:
         seed_everything(config.train.seed, "model")
         model = build_model(task.model)
-        replica = Replica(model, task.optimizer(model), None, Memory(None), cpu)
+        replica = Replica(model, build_optimizer(task, model), None, Memory(None), cpu)
         load_model(replica, folder, config.scored_weights)
         batches = batches_of(held_out, config, my_indices(held_out, config, world), cpu)
         return scores.measure(evaluation_of(task, config), model, batches)
@@ -89,9 +90,10 @@ def score_together(
     *,
     weights: str,
     leads: bool,
-) -> str | None:
-    """Score the held-out records with the other workers; returns the reason to stop, if any.
-    `weights`: the trained ones, or which average of them."""
+    heard: bool,
+) -> Reply:
+    """Score the held-out records with the other workers; the reply says whether to stop, and what
+    schedules hear (if they do: `heard`). `weights`: the trained ones, or which average of them."""
     replica.buffers.show()
     with replica.showing(weights):
         results = scores.measure(evaluation, replica.model, batches)
@@ -103,9 +105,15 @@ def score_together(
         found = scores.combine(evaluation, scores.decode(line.reply(round).parts))
         line.send(heartbeat.beat())  # the steps before the scores of the last of them
         line.send(
-            Scored(worker=line.heartbeat.worker, step=step, round=f"scores-{step}", scores=found)
+            Scored(
+                worker=line.heartbeat.worker,
+                step=step,
+                round=f"scores-{step}",
+                scores=found,
+                heard=heard,
+            )
         )
-    return line.reply(f"scores-{step}").stop
+    return line.reply(f"scores-{step}")
 
 
 def watched(indices: Iterable[int], line: WorkerChannel, step: int) -> Iterator[int]:

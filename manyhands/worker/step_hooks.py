@@ -9,6 +9,7 @@ from manyhands.checkpoint.saver import Content, Saver
 from manyhands.launch.wire.control_channel import WorkerChannel
 from manyhands.training.compute.nondeterminism import PlainState
 from manyhands.training.loop import Hook
+from manyhands.training.state.phased_optimizer import acting
 from manyhands.training.state.replica import Replica, StepFacts
 from manyhands.values.config import live_settings
 from manyhands.values.messages import Passed, View
@@ -115,7 +116,8 @@ class StepHooks:
         self.saver.check()
         heartbeat = self.channel.heartbeat
         epoch = self.parts.feed.epochs_done(replica.step)
-        lr = float(replica.optimizer.param_groups[0].get("lr", math.nan))
+        groups = acting(replica.optimizer, facts.step).param_groups
+        lr = float(groups[0].get("lr", math.nan))
         heartbeat.stepped(replica.step, epoch, facts.loss, lr, facts.records, dict(facts.numbers))
         if facts.skipped and self.world.leads:
             self.channel.send(Passed(worker=self.orders.worker, step=facts.step, why=facts.skipped))
@@ -129,27 +131,34 @@ class StepHooks:
         evaluate = self.config.evaluate
         if evaluate is None or self.parts.held_out is None:
             return False
-        every = evaluate.every_steps or self.parts.feed.steps_per_epoch
-        return replica.step % every == 0 and self._evaluate(replica)
+        if evaluate.every_steps is None:
+            due = self.parts.feed.feed.ends_epoch(replica.step - 1)
+        else:
+            due = replica.step % evaluate.every_steps == 0
+        return due and self._evaluate(replica, heard=True)
 
-    def _evaluate(self, replica: Replica) -> bool:
-        """Score the held-out records together; True when the supervisor says to stop."""
+    def _evaluate(self, replica: Replica, *, heard: bool = False) -> bool:
+        """Score the held-out records together; True when the supervisor says to stop. `heard`:
+        schedules that wait for a score take this one."""
         parts, world = self.parts, self.world
         assert parts.held_out is not None
         evaluation = evaluation_of(parts.task, self.config)
         mine = watched(my_indices(parts.held_out, self.config, world), self.channel, replica.step)
         batches = batches_of(parts.held_out, self.config, mine, parts.device)
-        reason = score_together(
+        reply = score_together(
             evaluation,
             replica,
             batches,
             self.channel,
             weights=self.config.scored_weights,
             leads=world.leads,
+            heard=heard and replica.schedules.on_scores,
         )
+        if reply.heard is not None:
+            replica.schedules.hear(replica.step, reply.heard)
         self.scored_at = replica.step
-        self.because = reason or self.because
-        return reason is not None
+        self.because = reply.stop or self.because
+        return reply.stop is not None
 
     def _save_when_due(self, replica: Replica, facts: StepFacts | None = None) -> None:
         every, asked = self.config.checkpoint.every_steps, False

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
-from manyhands.accounting.deal_micro_batches import Cut, MicroBatch, steps_per_epoch
+from manyhands.accounting.deal_micro_batches import Cut, MicroBatch
 from manyhands.data.reading.micro_batch_feed import MicroBatchFeed, on_device
 from manyhands.launch.wire.control_channel import WorkerChannel
 from manyhands.worker.readers.read_ahead import ReadAhead
@@ -30,7 +30,6 @@ class WatchedFeed:
     ) -> None:
         self.feed, self.line, self.device, self.ahead = feed, line, device, ahead
         self.moment, self.drag = moment, drag
-        self.steps_per_epoch = steps_per_epoch(len(feed.records), feed.batch)
 
     def cut(self, step: int) -> Cut:
         return self.feed.cut(step)
@@ -69,4 +68,4 @@ class WatchedFeed:
         return list(self.feed.ids(self.feed.cut(step), index))
 
     def epochs_done(self, step: int) -> float:
-        return step / self.steps_per_epoch
+        return self.feed.epochs_done(step)

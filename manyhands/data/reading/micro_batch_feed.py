@@ -11,7 +11,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from manyhands.accounting.deal_micro_batches import Batch, Cut, MicroBatch, cut
+from manyhands.accounting.deal_micro_batches import (
+    Batch,
+    Cut,
+    MicroBatch,
+    cut,
+    ends_epoch,
+    steps_per_epoch,
+)
+from manyhands.accounting.phases import Phases
 from manyhands.data.columns.array_types import Positions
 from manyhands.data.ordering.epoch_order import Order, RecordVisit
 from manyhands.data.reading.records import Records
@@ -26,16 +34,38 @@ class MicroBatchFeed:
     """The training records of a run as micro-batches."""
 
     def __init__(
-        self, records: Records, *, seed: int, batch: int, micro_batch: int, seeder: Seeder
+        self,
+        records: Records,
+        *,
+        seed: int,
+        batch: int,
+        micro_batch: int,
+        seeder: Seeder,
+        phases: Phases | None = None,
     ) -> None:
         self.records, self.seed, self.seeder = records, seed, seeder
-        self.batch, self.micro_batch = batch, micro_batch
+        self.batch, self.micro_batch, self.phases = batch, micro_batch, phases
         self._order: tuple[int, Order] | None = None
         self._window: tuple[int, int] = (-1, -1)
         self._ids: Positions = np.empty(0, dtype=np.int64)
 
     def cut(self, step: int) -> Cut:
-        return cut(step, records=len(self.records), batch=self.batch, micro_batch=self.micro_batch)
+        return cut(
+            step,
+            records=len(self.records),
+            batch=self.batch,
+            micro_batch=self.micro_batch,
+            phases=self.phases,
+        )
+
+    def ends_epoch(self, step: int) -> bool:
+        """Whether all of an epoch is done after step `step`."""
+        return ends_epoch(step, records=len(self.records), batch=self.batch, phases=self.phases)
+
+    def epochs_done(self, step: int) -> float:
+        """By the steps before `step`."""
+        done = self.phases.batches_before(step) if self.phases else step
+        return done / steps_per_epoch(len(self.records), self.batch)
 
     def micro_batches(self, step: Cut, indices: Iterable[int]) -> Iterator[MicroBatch]:
         """These micro-batches of a step, fetched one at a time as they are asked for."""
@@ -46,7 +76,7 @@ class MicroBatchFeed:
         """What micro-batch `index` of a step holds: pure in (seed, step, index), whoever asks."""
         ids = self._records_at(step.epoch, step.positions(index))
         if self.records.draws_randomness:
-            self.seeder(self.seed, step.step, index, "data")
+            self.seeder(self.seed, step.fetched, index, "data")
         return self.records.batch(ids, RecordVisit(self.seed, step.epoch))
 
     def as_micro_batch(self, step: Cut, index: int, batch: Batch) -> MicroBatch:

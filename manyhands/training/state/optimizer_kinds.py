@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from manyhands.training.state.layout import Layout
 from manyhands.training.state.optimizer_attributes import refuse_hidden_optimizers
+from manyhands.training.state.phased_optimizer import PhasedOptimizer, parts_of
 from manyhands.training.state.undo_log import SlotKey
 from manyhands.values.errors import OptimizerRefused
 
@@ -40,9 +41,14 @@ ELEMENT_WISE: set[type] = {
 }
 TENSOR_WISE: set[type] = {optim.Adafactor, optim.Muon}
 
+_COARSER = ("blocks", "pieces", "nowhere")
+
 
 def how_to_cut(optimizer: Optimizer) -> tuple[str, str]:
     """Where `layout.share_out` may cut for this optimizer, and why."""
+    if isinstance(optimizer, PhasedOptimizer):  # where all of them may be
+        ways = [how_to_cut(part) for part in optimizer.parts.values()]
+        return max(ways, key=lambda way: _COARSER.index(way[0]))
     kind = type(optimizer)
     step = inspect.signature(kind.step).parameters
     closure = step.get("closure")
@@ -106,15 +112,15 @@ NOTHING_KEPT = Kept({}, {}, [], frozenset())
 
 def what_it_keeps(optimizer: Optimizer, layout: Layout) -> Kept:
     """The state of an element-wise optimizer, by letting it step on a few zeros."""
-    kind: Any = type(optimizer)
     kept = Kept({}, {}, [], frozenset())
     replaced: set[str] = set()
-    for group in optimizer.param_groups:
+    for part, group in ((p, g) for p in parts_of(optimizer) for g in p.param_groups):
+        kind: Any = type(part)
         keys: dict[torch.dtype, tuple[str, ...]] = {}
         for dtype in sorted(layout.trainable_sizes, key=str):
             scratch = torch.zeros(16, dtype=dtype, requires_grad=True)
             scratch.grad = torch.zeros_like(scratch)
-            probe = like(optimizer, [{**group, "params": [scratch]}])
+            probe = like(part, [{**group, "params": [scratch]}])
             with torch.no_grad():
                 inspect.unwrap(kind.step)(probe)
                 before = dict(probe.state[scratch])
@@ -137,6 +143,10 @@ def like(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
     The settings are given to the constructor too, and not in the groups alone: Adagrad fills its
     state there.
     """
+    if isinstance(optimizer, PhasedOptimizer):
+        shared_out = optimizer.groups_by_part(groups)
+        made = {name: like(part, shared_out[name]) for name, part in optimizer.parts.items()}
+        return PhasedOptimizer(made, optimizer.phases)
     kind: Any = type(optimizer)
     accepted = inspect.signature(kind).parameters
     return kind(groups, **{k: v for k, v in optimizer.defaults.items() if k in accepted})

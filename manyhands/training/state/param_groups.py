@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hyper-parameters of an optimizer and the schedule that acts on them, as plain data and back."""
+"""Hyper-parameters of an optimizer, and the state of a schedule that acts on them, as plain data
+and back."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -8,7 +9,6 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from manyhands.training.compute.seeds import seed_everything
 from manyhands.values.errors import OptimizerRefused
 
 
@@ -101,28 +101,3 @@ def _alike(read: Any, state: Any) -> bool:
     if isinstance(state, list | tuple):
         return len(read) == len(state) and all(map(_alike, read, state))
     return type(read) is type(state) and read == state
-
-
-def step_schedule(schedule: Any, seed: int, step: int) -> None:
-    """After step number `step`. What a schedule draws at random is the same on all workers."""
-    seed_everything(seed, step, "schedule")
-    schedule.step()
-
-
-def restore(
-    optimizer: Optimizer,
-    schedule: Any | None,
-    *,
-    groups: Sequence[dict[str, Any]],
-    saved: str | None,
-    step: int,
-    seed: int,
-) -> None:
-    """Groups and schedule as they were at `step`, on a fresh optimizer and a fresh schedule."""
-    if schedule is not None and saved is None:
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # it was, before
-        for done in range(step):
-            step_schedule(schedule, seed, done)
-    groups_from_json(optimizer, groups)
-    if schedule is not None and saved is not None:
-        schedule.load_state_dict(json.loads(saved))

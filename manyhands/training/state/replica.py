@@ -28,8 +28,8 @@ from manyhands.training.state.layout import (
 )
 from manyhands.training.state.memory import Memory
 from manyhands.training.state.module_buffers import ModuleBuffers, kind_of
-from manyhands.training.state.param_groups import change_groups, step_schedule
-from manyhands.training.state.schedule_effects import groups_alone
+from manyhands.training.state.phased_optimizer import PhasedOptimizer, parts_of
+from manyhands.training.state.schedules import Schedules, no_schedules, split_heard
 from manyhands.training.state.weight_average import AverageKind, WeightAverage
 from manyhands.training.state.weight_guard import WeightGuard
 from manyhands.values.errors import CheckpointMismatch, TaskError
@@ -56,7 +56,7 @@ class Replica:
         self,
         model: Module,
         optimizer: Optimizer,
-        schedule: Any,
+        schedules: Schedules | None,
         memory: Memory,
         device: torch.device,
         *,
@@ -65,10 +65,12 @@ class Replica:
         averages: Sequence[AverageKind] = (),
     ) -> None:
         """`protect`: end this process when anything but the optimizer writes to the weights."""
-        self.model, self.optimizer, self.schedule, self.seed = model, optimizer, schedule, seed
-        self._groups = len(optimizer.param_groups)
+        self.model, self.optimizer, self.seed = model, optimizer, seed
+        self.schedules = schedules or no_schedules(optimizer, model)
         self.step = 0
         """Optimizer steps done."""
+        self.phase = ""
+        """Of several optimizers: whose step is computed."""
         self.changes: Mapping[int, Mapping[str, Any]] = {}
         """Settings that change after so many steps."""
         self.clip_norm: float | None = None
@@ -101,7 +103,11 @@ class Replica:
         self.parameters: dict[str, Tensor] = {
             plain_name(name): parameter for name, parameter in model.named_parameters()
         }
-        refuse_second_views(model, optimizer)
+        for part in parts_of(optimizer):
+            refuse_second_views(model, part)
+        if isinstance(optimizer, PhasedOptimizer):
+            optimizer.refuse_shared_parameters({id(p): n for n, p in self.parameters.items()})
+        self._trained = [p for p in self.parameters.values() if p.requires_grad]
         self.buffers = ModuleBuffers(model)
         self._refuse_strangers()
         self.guard = WeightGuard(self, protected=protect)
@@ -143,27 +149,31 @@ class Replica:
 
     def advance(self) -> None:
         """A step has been taken."""
-        if self.schedule is not None:
-            self.optimizer._opt_called = True  # type: ignore[attr-defined]  # it was, elsewhere
-            with groups_alone(self.schedule, self.model):
-                step_schedule(self.schedule, self.seed, self.step)
-            if len(self.optimizer.param_groups) != self._groups:
-                raise TaskError(
-                    "Task: the schedule added a parameter group to the optimizer. Which parameters "
-                    "are trained is settled when the run starts: give it all groups, and let the "
-                    "schedule raise their lr from 0."
-                )
+        self.schedules.after(self.step)
         self.step += 1
         if self.step in self.changes:
             self.change(self.changes[self.step])
 
     def change(self, settings: Mapping[str, Any]) -> None:
-        """Set hyper-parameters of every group; those of other things (with a dot) are not ours."""
-        change_groups(
-            self.optimizer,
-            self.schedule,
-            {key: value for key, value in settings.items() if "." not in key},
-        )
+        """What was journalled after as many steps as are done: hyper-parameters of every group, a
+        score that schedules heard. Doing it twice is the same as doing it once."""
+        score, ours = split_heard(settings)
+        self.schedules.change(ours)
+        if score is not None:
+            self.schedules.hear(self.step, score)
+
+    def turn_to(self, step: int) -> None:
+        """The phase that takes step `step` is to compute: only its parameters want gradients."""
+        optimizer = self.optimizer
+        if not isinstance(optimizer, PhasedOptimizer):
+            return
+        if (phase := optimizer.phases.phase(step)) != self.phase:
+            self.phase = phase
+            groups = optimizer.parts[phase].param_groups
+            moved = {id(parameter) for group in groups for parameter in group["params"]}
+            for parameter in self._trained:
+                parameter.requires_grad_(id(parameter) in moved)
+            self.guard.expect_gradients()
 
     def tensors(self) -> dict[str, Tensor]:
         """Weights and persistent buffers by name, as in a state_dict, tied ones once."""

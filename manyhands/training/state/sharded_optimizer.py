@@ -33,6 +33,7 @@ from manyhands.training.state.module_buffers import ModuleBuffers
 from manyhands.training.state.one_pass_update import OnePassUpdate, one_pass
 from manyhands.training.state.optimizer_attributes import OptimizerAttributes
 from manyhands.training.state.optimizer_kinds import Kept, has_hooks, how_to_cut, like
+from manyhands.training.state.phased_optimizer import PhasedOptimizer, acting, kind_name
 from manyhands.training.state.undo_log import KeptValue, UndoLog
 from manyhands.values.errors import OptimizerRefused
 from manyhands.values.plain_names import plain_name
@@ -193,6 +194,10 @@ class ShardedOptimizer:
         if work.doing is not self.users:
             for theirs, ours in zip(self.users.param_groups, work.doing.param_groups, strict=True):
                 ours.update({k: v for k, v in theirs.items() if k != "params"})
+        if self._rests(work, touched):
+            self._prepared = None
+            self.undo_log.close(self.rank, work.unit, step)
+            return
         if work.one_pass is not None and work.one_pass.take(gradient, origin, touched, step):
             return
         if self._prepared != (work.unit.blocks, step):
@@ -206,7 +211,7 @@ class ShardedOptimizer:
         if self.cut == "nowhere":
             self._whole_step(step)
         else:
-            self._bare_step(work.doing)
+            self._bare_step(acting(work.doing, step))
         self._settle(work)
         if self.cut != "blocks":
             for span, tensor in zip(work.unit.spans, work.tensors, strict=True):
@@ -216,6 +221,12 @@ class ShardedOptimizer:
             for tensor in work.tensors:
                 tensor.grad = None
 
+    def _rests(self, work: _Work, touched: Sequence[bool]) -> bool:
+        """Another phase's step, which changes nothing in this unit."""
+        if self.cut != "blocks" or not isinstance(self.users, PhasedOptimizer) or self.row_factors:
+            return False
+        return not any(touched[span.index] for span in work.unit.spans)
+
     def _whole_step(self, step: int) -> None:
         """The user's optimizer as it is, hooks and all. They find the buffers as the step's
         micro-batches left them, merged; what they make of them is the state after the step, and
@@ -223,9 +234,10 @@ class ShardedOptimizer:
         drawn at random depends on the step, not on who takes it."""
         self.buffers.show()
         seed_everything(self.seed, step, "optimizer")
-        attributes = OptimizerAttributes(self.users)
+        doing = acting(self.users, step)
+        attributes = OptimizerAttributes(doing)
         with writable(self.layout.pieces, self.parameters, self.weights):
-            self._bare_step(self.users)
+            self._bare_step(doing)
         attributes.refuse_changes()
         self.buffers.commit_alone()
         self.undo_log.put_buffers(step + 1, self.buffers.committed)
@@ -280,7 +292,7 @@ class ShardedOptimizer:
         known = () if group is None else self.kept.by_group[group][span.piece.dtype]
         if isinstance(value, Tensor) and key not in known:
             raise OptimizerRefused(
-                f"{type(self.users).__name__} has begun to keep '{key}', which it did not when the "
+                f"{kind_name(self.users)} has begun to keep '{key}', which it did not when the "
                 "run began; there is no place for it that outlives a worker. Was momentum 0 then? "
                 "Begin with one above 0, however small."
             )
@@ -298,7 +310,7 @@ class ShardedOptimizer:
                 continue
             if not isinstance(value, Tensor | float | int | bool):
                 raise OptimizerRefused(
-                    f"{type(self.users).__name__} keeps '{key}' of type "
+                    f"{kind_name(self.users)} keeps '{key}' of type "
                     f"{type(value).__name__} in its state; only tensors and numbers can be "
                     "saved without pickling."
                 )

@@ -101,6 +101,10 @@ class WeightGuard:
             self._rehearsing = False
             self.replica.adopt()
 
+    def expect_gradients(self) -> None:
+        """Those that want a gradient now are the ones that should."""
+        self._needs = [parameter.requires_grad for parameter in self._own]
+
     def _as_before(self) -> None:
         """Whatever a micro-batch did to mode and threads ends with it: the next one may be computed
         elsewhere."""

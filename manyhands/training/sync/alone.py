@@ -20,6 +20,7 @@ from manyhands.training.state.max_norm_rows import shorten
 from manyhands.training.state.memory import Memory
 from manyhands.training.state.module_buffers import StatisticsRow
 from manyhands.training.state.optimizer_kinds import NOTHING_KEPT, how_to_cut
+from manyhands.training.state.phased_optimizer import acting
 from manyhands.training.state.replica import Replica, StepFacts
 from manyhands.training.state.sharded_optimizer import ShardedOptimizer, one_thread, writable
 from manyhands.training.state.undo_log import UndoLog
@@ -90,6 +91,7 @@ class Alone:
 
     def backward(self, cut: Cut, micro_batches: Iterable[MicroBatch], loss: LossFn) -> StepFacts:
         replica = self.replica
+        replica.turn_to(cut.step)
         for cleared in (self._gradients, self._leaves, self._rows, self._outcomes, self._shares):
             cleared.clear()
         for micro_batch in micro_batches:
@@ -180,7 +182,7 @@ class Alone:
         replica.buffers.show()
         with one_thread(), writable(replica.layout.pieces, replica.parameters, replica.weights):
             seed_everything(self.seed, replica.step, "optimizer")
-            replica.optimizer.step()
+            acting(replica.optimizer, replica.step).step()
         replica.optimizer.zero_grad()
         replica.buffers.commit_alone()  # hooks of the optimizer may have changed them
 

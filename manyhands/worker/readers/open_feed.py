@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The micro-batches of a task, opened by whoever fetches them: a worker, or a reader of it."""
 
+from manyhands.accounting.phases import phases_of
 from manyhands.data.open_data import open_task
 from manyhands.data.reading.micro_batch_feed import MicroBatchFeed
 from manyhands.data.reading.records import Records
@@ -19,5 +20,6 @@ def open_feed(task: Task, config: RunConfig) -> tuple[MicroBatchFeed, Records | 
         batch=train.batch,
         micro_batch=train.micro_batch_size,
         seeder=seed_everything,
+        phases=phases_of(task),
     )
     return feed, held_out

@@ -17,6 +17,7 @@ from manyhands.training.collective.shared_memory import SharedMemory, SharedRoom
 from manyhands.training.collective.two_level import TwoLevel
 from manyhands.training.compute.seeds import seed_everything
 from manyhands.training.state import layout
+from manyhands.training.state.build_optimizer import build_optimizer, build_schedules
 from manyhands.training.state.memory import Memory
 from manyhands.training.state.replica import Replica, build_model
 from manyhands.training.sync.allreduce.allreduce import AllReduce, MeetMembers
@@ -64,13 +65,13 @@ class Hand:
         assert task.loss is not None and task.optimizer is not None
         seed_everything(train.seed, "model")
         model = build_model(task.model).train()
-        optimizer = task.optimizer(model)
-        schedule = task.schedule(optimizer) if task.schedule else None
+        optimizer = build_optimizer(task, model)
+        schedules = build_schedules(task, optimizer, model, seed=train.seed)
         self.loss = task.loss
         self.replica = Replica(
             model,
             optimizer,
-            schedule,
+            schedules,
             memory,
             torch.device("cpu"),
             averages=averages(train, self.epoch_of),

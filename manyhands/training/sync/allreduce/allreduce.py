@@ -154,6 +154,7 @@ class AllReduce:
         return deal(len(cut.sizes), self.speeds)[self.world.rank]
 
     def backward(self, cut: Cut, micro_batches: Iterable[MicroBatch], loss: LossFn) -> StepFacts:
+        self.replica.turn_to(cut.step)
         mine = self.indices(cut)
         ranges = deal(len(cut.sizes), self.speeds)
         audited = self.auditor.index(cut) if self.world.num_ranks > 1 else None

@@ -26,7 +26,7 @@ import torch
 from manyhands.training.collective.collective import FACTS, OUTCOMES
 from manyhands.training.collective.two_level import TwoLevel
 from manyhands.training.state.layout import Bounds, Unit, blocks, rest_of, share_out, units
-from manyhands.training.state.param_groups import groups_to_json, restore, schedule_to_json
+from manyhands.training.state.param_groups import groups_to_json
 from manyhands.training.state.replica import Replica
 from manyhands.training.state.sharded_optimizer import ShardedOptimizer
 from manyhands.training.state.undo_log import UndoLog
@@ -125,20 +125,13 @@ class Regrouping:
 
     def _note(self) -> bytes:
         replica = self.replica
-        groups, schedule = groups_to_json(replica.optimizer), schedule_to_json(replica.schedule)
-        return json.dumps([replica.step, groups, schedule]).encode()
+        groups, schedules = groups_to_json(replica.optimizer), replica.schedules.to_json()
+        return json.dumps([replica.step, groups, schedules]).encode()
 
     def _take_note(self, note: bytes) -> None:
         replica = self.replica
         replica.step, groups, saved = json.loads(note)
-        restore(
-            replica.optimizer,
-            replica.schedule,
-            groups=groups,
-            saved=saved,
-            step=replica.step,
-            seed=replica.seed,
-        )
+        replica.schedules.restore(groups, saved, replica.step)
         self._current = True
 
     # ---- after a death

@@ -32,7 +32,9 @@ class LocalSum:
     ) -> None:
         self.pieces, self.parameters, self.slots = pieces, parameters, slots
         self._views: dict[int, list[Tensor]] = {}
-        self._watched, self._twice = False, False
+        self._watched: set[tuple[bool, ...]] = set()
+        self._twice: set[tuple[bool, ...]] = set()
+        """By which parameters want a gradient: each optimizer's steps differ from the others'."""
 
     def tree(self, leaves: int) -> TreeSum[int]:
         """For a step of so many micro-batches."""
@@ -84,27 +86,30 @@ class LocalSum:
         views = self._in_slot(slot)
         done: set[int] = set()
         self._done = done
+        wanted = tuple(parameter.requires_grad for parameter in self.parameters)
+        watched = wanted in self._watched
 
         def come(k: int, parameter: Tensor) -> None:
             if k in done:
-                self._twice = True
-                if self._watched:
+                self._twice.add(wanted)
+                if watched:
                     raise TaskError(
                         f"the gradient of '{self.pieces[k].name}' came in two parts, and in one "
                         "before. Set train.overlap = false."
                     )
             done.add(k)
-            if not self._watched:
+            if not watched:
                 return
             self._move(k, views[k], parameter.grad, adding, merges)
             finished(k)
 
         hooks = (
             []
-            if not at_once or (self._watched and self._twice)
+            if not at_once or (watched and wanted in self._twice)
             else [
                 parameter.register_post_accumulate_grad_hook(partial(come, k))
                 for k, parameter in enumerate(self.parameters)
+                if wanted[k]
             ]
         )
         try:
@@ -112,9 +117,9 @@ class LocalSum:
         finally:
             for hook in hooks:
                 hook.remove()
-            if not self._watched:
+            if not watched:
                 done.clear()
-                self._watched = True
+                self._watched.add(wanted)
 
     def collect_rest(self, tree: TreeSum[int], index: int, finished: Callable[[int], None]) -> None:
         """What did not come on its own: parameters without a gradient, or all of them."""
