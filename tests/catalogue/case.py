@@ -69,9 +69,13 @@ class Case:
     _: KW_ONLY
     model: Any = mlp
     """As a task's: a function that builds it, or the module itself."""
-    loss: Callable[[Any, Any], Any] = classify
-    optimizer: Callable[[Any], Any] = adamw
-    schedule: Callable[[Any], Any] | None = None
+    loss: Callable[[Any, Any], Any] | dict[str, Any] = classify
+    optimizer: Callable[[Any], Any] | dict[str, Any] = adamw
+    schedule: Callable[[Any], Any] | dict[str, Any] | None = None
+    schedule_every: str = "step"
+    every: dict[str, int] = field(default_factory=dict)
+    offset: dict[str, int] = field(default_factory=dict)
+    share_batch: bool = True
     data: Any = field(default_factory=rows)
     collate: Callable[[list[Any]], Any] | None = None
     settings: Settings = Settings()

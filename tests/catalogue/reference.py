@@ -12,9 +12,10 @@ Only the order in which an epoch visits the records is not computed here; it is 
 
 import copy
 import hashlib
+import itertools
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -45,24 +46,59 @@ def train(
     seed(s.seed, "model")
     model = copy.deepcopy(case.model) if isinstance(case.model, nn.Module) else case.model()
     model.train()
-    optimizer = case.optimizer(model)
-    schedule = case.schedule(optimizer) if case.schedule else None
+    made = case.optimizer if isinstance(case.optimizer, dict) else {"": case.optimizer}
+    optimizers = {name: make(model) for name, make in made.items()}
+    timed = case.schedule if isinstance(case.schedule, dict) else {"": case.schedule}
+    schedules = {name: make(optimizers[name]) for name, make in timed.items() if make}
+    losses = case.loss if isinstance(case.loss, dict) else {"": case.loss}
+    trained = {n: p.requires_grad for n, p in model.named_parameters()}
     step = 0
-    for epoch in range(s.epochs):
-        ids = list(visits(epoch))
-        cut = batches(ids, s.batch)
-        for k, batch in enumerate(cut):
-            take_step(case, model, optimizer, step, parts(batch, s.micro_batch))
+    for batch, phases, last in rounds(case, visits, list(optimizers)):
+        fetched = step
+        for name in phases:
+            optimizer = optimizers[name]
+            own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            for n, p in model.named_parameters():
+                p.requires_grad_(trained[n] and (not name or id(p) in own))
+            cut = parts(batch, s.micro_batch)
+            take_step(case, model, optimizer, step, cut, losses[name], fetched)
+            at_end = last and name == phases[-1]
             seed(s.seed, step, "after_step")
-            after(model, step, k == len(cut) - 1)
-            if schedule is not None:
-                seed(s.seed, step, "schedule")
-                schedule.step()
+            after(model, step, at_end)
+            for of, schedule in schedules.items():
+                if at_end if case.schedule_every == "epoch" else of == name:
+                    seed(s.seed, step, "schedule")
+                    schedule.step()
             step += 1
     return model.state_dict()
 
 
-def take_step(case: Case, model: nn.Module, optimizer: Any, step: int, cut: list[Any]) -> None:
+def rounds(
+    case: Case, visits: Callable[[int], Sequence[int]], names: list[str]
+) -> Iterator[tuple[list[int], list[str], bool]]:
+    """Batch, whoever takes a step with it, and whether it is the last of its epoch."""
+
+    def due(round: int) -> list[str]:
+        return [n for n in names if round % case.every.get(n, 1) == case.offset.get(n, 0)]
+
+    turns = (name for round in itertools.count() for name in due(round))
+    done = 0
+    for epoch in range(case.settings.epochs):
+        cut = batches(list(visits(epoch)), case.settings.batch)
+        for k, batch in enumerate(cut):
+            yield batch, due(done) if case.share_batch else [next(turns)], k == len(cut) - 1
+            done += 1
+
+
+def take_step(
+    case: Case,
+    model: nn.Module,
+    optimizer: Any,
+    step: int,
+    cut: list[Any],
+    loss: Any,
+    fetched: int,
+) -> None:
     s, records = case.settings, sum(map(len, cut))
     weights = {n: p.detach().clone() for n, p in model.named_parameters()}
     own = dict(model.named_buffers(remove_duplicate=False))
@@ -77,10 +113,10 @@ def take_step(case: Case, model: nn.Module, optimizer: Any, step: int, cut: list
         optimizer.zero_grad(set_to_none=True)
         model.zero_grad(set_to_none=True)
         begin_buffers(model, own, before, alone=len(cut) == 1)
-        data = fetch(case, ids, (s.seed, step, index, "data"))
+        data = fetch(case, ids, (s.seed, fetched, index, "data"))
         seed(s.seed, step, index, "forward")
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=s.precision == "bf16"):
-            returned = case.loss(model, data)
+            returned = loss(model, data)
         returned = returned if isinstance(returned, tuple) else (returned,)
         rest = [r for r in returned[1:] if not isinstance(r, Mapping)]
         weighted = bool(rest)

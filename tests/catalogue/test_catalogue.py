@@ -14,10 +14,20 @@ from manyhands.data.ordering.epoch_order import order
 from manyhands.launch.engines.launcher import Launcher
 from manyhands.values.errors import ManyhandsError
 from manyhands.values.planned_faults import FaultPlan
-from tests.catalogue import buffers, data, losses, models, optimizers, reference, refused, schedules
+from tests.catalogue import (
+    buffers,
+    data,
+    losses,
+    models,
+    optimizers,
+    phases,
+    reference,
+    refused,
+    schedules,
+)
 from tests.catalogue.case import Case
 
-KINDS = (models, buffers, losses, optimizers, schedules, data, refused)
+KINDS = (models, buffers, losses, optimizers, schedules, phases, data, refused)
 CASES: list[Case] = [case for kind in KINDS for case in kind.CASES]
 NUMBERS = (1, 2, 3)
 CALM = FaultPlan()
@@ -36,6 +46,9 @@ KILLED += [
     "drawn",
     "augmented",
     "lookahead",
+    "gan",
+    "wgan-gp",
+    "own-optimizers-in-phases",
 ]
 IN_BF16 = ["mlp", "wide", "batch-norm-2d", "attention", "weight", "clip", "gradient-penalty"]
 IN_BF16 += ["mixed-dtypes", "one-micro-batch"]
@@ -61,6 +74,10 @@ def run(
         loss=case.loss,
         optimizer=case.optimizer,
         schedule=case.schedule,
+        schedule_every=case.schedule_every,  # pyright: ignore[reportArgumentType]
+        every=case.every,
+        offset=case.offset,
+        share_batch=case.share_batch,
         data=case.data,
         collate=case.collate,
     )
