@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from manyhands.data.mapreduce.map_reduce import map_reduce
     from manyhands.data.reading.prepared_data import prepared
     from manyhands.stories.evaluate import evaluate, fingerprint
-    from manyhands.stories.load import load, report
+    from manyhands.stories.load import encoders, load, report
     from manyhands.stories.predict import predict
     from manyhands.stories.prepare import prepare
     from manyhands.stories.replay import replay
@@ -46,6 +46,7 @@ __all__ = [
     "Task",
     "TrainConfig",
     "__version__",
+    "encoders",
     "evaluate",
     "fingerprint",
     "load",
@@ -60,6 +61,7 @@ __all__ = [
 ]
 
 _LATER = {
+    "encoders": "manyhands.stories.load",
     "evaluate": "manyhands.stories.evaluate",
     "fingerprint": "manyhands.stories.evaluate",
     "load": "manyhands.stories.load",

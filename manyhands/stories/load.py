@@ -3,6 +3,7 @@
 
 import warnings
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 from torch.nn import Module
@@ -10,11 +11,14 @@ from torch.nn import Module
 from manyhands.checkpoint.commit import FolderStorage, newest_sound, problem_of
 from manyhands.driver.task_files import reload
 from manyhands.values.config import read_toml
-from manyhands.values.errors import CheckpointDamaged, RunDirError
+from manyhands.values.errors import CheckpointDamaged, DataError, RunDirError
 from manyhands.values.report import Report
 from manyhands.values.run_folder import RunDir, open_run
 from manyhands.values.task import Task
 from manyhands.worker.trained_model import TRAINED, trained_model
+
+if TYPE_CHECKING:
+    from manyhands.data.serving.run_encoders import RunEncoders
 
 
 def load(
@@ -37,6 +41,22 @@ def load(
     for note in notes:
         warnings.warn(note, stacklevel=2)
     return trained_model(loaded.task, folder.step(chosen), config.train.seed, weights)
+
+
+def encoders(run: str | Path, task: Task | None = None) -> "RunEncoders":
+    """What makes of raw records the batch that a run's model takes, as in training:
+    `model(mh.encoders(run)(records))`. Only of runs whose data was prepared."""
+    # Arrow is not needed by others.
+    from manyhands.data.serving.run_encoders import RunEncoders
+    from manyhands.stories.predicted_data import serving_of
+
+    folder = open_run(Path(run))
+    config, _ = read_toml(folder.config)
+    loaded, _ = reload(folder, task, config, with_data=False)
+    serving = serving_of(folder, loaded.task, config)
+    if serving is None:
+        raise DataError(f"the data of {folder.root} was not prepared, so it has no encoders.")
+    return RunEncoders(serving)
 
 
 def report(run: str | Path, task: Task | None = None) -> Report:

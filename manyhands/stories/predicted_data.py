@@ -13,11 +13,16 @@ from typing import Any, cast
 
 from manyhands.data.columns.schema import MANIFEST
 from manyhands.data.open_data import prepared_of
-from manyhands.data.preparing.pipeline import reading_options
+from manyhands.data.preparing.pipeline import prepare, reading_options
 from manyhands.data.preparing.preparation import target_bytes
 from manyhands.data.reading.prepared_data import PreparedData
 from manyhands.data.serving.encode_records import RawWork
-from manyhands.data.serving.stored_encoders import Serving, read_stored, same_encoders
+from manyhands.data.serving.stored_encoders import (
+    Serving,
+    lend_encoders,
+    read_stored,
+    same_encoders,
+)
 from manyhands.data.shards.manifest import Manifest, read_manifest
 from manyhands.data.shards.prepared_url import folder_of
 from manyhands.data.sources.access.url_secrets import is_url
@@ -26,7 +31,7 @@ from manyhands.data.sources.formats.csv_files import Delimited
 from manyhands.data.sources.open_sources import open_sources
 from manyhands.values.config import RunConfig
 from manyhands.values.errors import DataError
-from manyhands.values.prepare_options import Reading
+from manyhands.values.prepare_options import PrepareRequest, Reading
 from manyhands.values.run_folder import RunDir
 from manyhands.values.task import Task
 
@@ -161,6 +166,27 @@ def _lost_its_header(source: Source, serving: Serving) -> bool:
     named = Delimited.sniff(source.urls[:1], delimiter=source.dialect.delimiter, header="yes")
     known = {name for used in serving.used for name in serving.raw_types(used)}
     return bool(known & {*named.names})
+
+
+def encoded_copy(
+    given: Any, serving: Serving, scratch: Path, *, on_error: str, workers: int | None = None
+) -> PreparedData:
+    """Raw records, encoded as the run's were, in a folder of their own, to be scored."""
+    lend_encoders(serving, scratch / "encoders")
+    request = PrepareRequest(
+        given,
+        scratch / "data",
+        like=scratch / "encoders",
+        on_error=on_error,
+        workers=workers,
+    )
+    made = prepare(request)
+    if serving.label is not None and serving.label not in {c.name for c in made.schema}:
+        raise DataError(
+            f"the records have no column '{serving.label}', which is the label: there is nothing "
+            "to compare predictions with."
+        )
+    return replace(serving.data, folder=scratch / "data", split="test", transfer=None)
 
 
 def prepared_path(given: Any) -> str | None:

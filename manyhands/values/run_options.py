@@ -148,8 +148,15 @@ class ResumeRequest(Where, TaskParams, Spoken, Pace, OldRun):
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateRequest(RayAccess, OldRun):
-    """A saved step that is to be scored on the held-out records."""
+    """A saved step that is to be scored on the held-out records, or on others."""
 
+    data: Any = option((), cli=str, many=True, metavar="DATA")
+    """Score these instead: a prepared folder, or raw files as for prepare (repeatable). From Python
+    also records, columns or a Dataset."""
+    split: str | None = option(None, cli=str)
+    """Of a prepared folder; left out: what it holds out."""
+    on_error: str = option("fail", cli=str)
+    """Bad records of raw files: fail, or skip:LIMIT (leave them out)."""
     step: int | None = option(None, cli=int)
     """A saved step; left out, the newest one."""
     engine: str = option("local", cli=str, metavar="local, ray or ray://HOST:PORT")

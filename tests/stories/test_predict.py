@@ -236,6 +236,55 @@ def test_prepared_folders_and_scores(folder: Path, tmp_path: Path) -> None:
     assert mh.predict(run, folder / "data", split="train").records == 309
 
 
+def test_encoders_make_the_batch_that_the_model_takes(folder: Path, tmp_path: Path) -> None:
+    model, encode = mh.load(folder / "run"), mh.encoders(folder / "run")
+    assert encode.classes == ["no", "yes"] and encode.label == "clicked"
+    raw = csv.read_csv(folder / "test.csv")
+    expected = mh.predict(folder / "run", folder / "test.csv").table.column("p_yes").to_pylist()
+    for records in (raw, raw.to_pylist(), raw.to_pydict(), raw.to_pandas()):
+        with torch.no_grad():
+            found = torch.sigmoid(model(encode(records)))
+        assert found.tolist() == pytest.approx(expected, abs=1e-6)
+    assert encode([{"user": "u1", "age": 3, "hour": 4, "clicked": "yes"}])["clicked"].tolist() == [
+        1
+    ]
+    assert encode([{"user": "u1", "age": 3, "hour": 4}])["clicked"].tolist() == [-100]
+    with pytest.raises(DataError, match="has no column 'hour'; there are"):
+        encode([{"user": "u1", "age": 3}])
+    with pytest.raises(DataError, match="column 'age' is no double: old"):
+        encode([{"user": "u1", "age": "old", "hour": 4}])
+    with pytest.raises(DataError, match="these are no records"):
+        encode([3])
+
+
+def test_other_data_is_scored(folder: Path, tmp_path: Path) -> None:
+    """A prepared folder, raw files through the run's encoders, records of Python."""
+    run, other = folder / "run", tmp_path / "other.csv"
+    write_clicks(other, 120, seed=9)
+    held = mh.evaluate(run)
+    assert mh.evaluate(run, data=folder / "data") == held
+    assert mh.evaluate(run, data=folder / "data", split="train") != held
+    assert mh.evaluate(run, split="train") == mh.evaluate(run, data=folder / "data", split="train")
+    found = mh.evaluate(run, data=other)
+    by_row = mh.predict(run, other, score=True).scores
+    assert found == pytest.approx(by_row) and found != held
+    mh.prepare(other, tmp_path / "like", like=folder / "data")
+    assert mh.evaluate(run, data=tmp_path / "like") == pytest.approx(found)
+    assert mh.evaluate(run, data=csv.read_csv(other).to_pylist()) == pytest.approx(found)
+    text = other.read_text().replace("\n5,", "\n5,1,2,3,4,5,")
+    _written(tmp_path / "bad.csv", text)
+    with pytest.raises(DataError, match="1 bad record"):
+        mh.evaluate(run, data=tmp_path / "bad.csv")
+    assert mh.evaluate(run, data=tmp_path / "bad.csv", on_error="skip:1")["accuracy"] > 0
+    with pytest.raises(DataError, match="no column 'clicked', which is the label"):
+        mh.evaluate(run, data=folder / "test.csv")
+    with pytest.raises(RequestError, match="prepare these files with --like"):
+        mh.evaluate(run, data=other, engine="ray://somewhere:6379")
+    command = [sys.executable, "-m", "manyhands", "evaluate", str(run), "--data", str(other)]
+    ended = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=120)
+    assert json.loads(ended.stdout) == pytest.approx(found), ended.stderr
+
+
 def test_a_run_predicts_where_its_data_is_gone(folder: Path, tmp_path: Path) -> None:
     before = mh.predict(folder / "run", folder / "test.csv").table
     (folder / "data").rename(folder / "away")

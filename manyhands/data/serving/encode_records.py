@@ -86,14 +86,15 @@ class RawReader:
         file, number = source.files[work.chunk.file], work.first_file + work.chunk.file
         loose = isinstance(source, JsonLines | TFRecords)
         for piece in _read(source, work.chunk, self.types(), target_bytes):
-            yield self._encoded(piece, file, number, loose=loose)
+            yield self.encoded(piece, file, number, loose=loose)
 
     def nothing(self) -> EncodedPiece:
         """No records, encoded: to see what columns there would be."""
         table = pa.table({name: pa.nulls(0, type_of(kind)) for name, kind in self.types().items()})
-        return self._encoded(TablePiece(table, np.empty(0, np.int64)), "", 0, loose=True)
+        return self.encoded(TablePiece(table, np.empty(0, np.int64)), "", 0, loose=True)
 
-    def _encoded(self, piece: TablePiece, file: str, number: int, *, loose: bool) -> EncodedPiece:
+    def encoded(self, piece: TablePiece, file: str, number: int, *, loose: bool) -> EncodedPiece:
+        """Records that have been read. `loose`: those that lack a column are missing its value."""
         table, absent = self._complete(piece.table, file, loose=loose)
         ids = (np.int64(number) << RECORD_BITS) | piece.numbers
         groups = {n: m for n, m in self.serving.packed.items() if n in self.serving.used}

@@ -115,6 +115,13 @@ def store_encoders(folder: FolderOrUrl, to: Path) -> None:
     write_manifest(to, kept)
 
 
+def lend_encoders(serving: Serving, to: Path) -> None:
+    """A folder that `prepare --like` takes: raw records become what predicting makes of them."""
+    wide = Encoders({name: _wide(fit) for name, fit in serving.encoders.fitted.items()})
+    to.mkdir()
+    write_manifest(to, msgspec.structs.replace(serving.manifest, encoders=wide.dump()))
+
+
 def read_stored(folder: Path, data: PreparedData) -> Serving:
     """As it was kept; of runs from before that, as the prepared folder has it now."""
     where = folder if (folder / MANIFEST).exists() else data.folder
