@@ -79,6 +79,7 @@ def _planned(job: ResolvedRun, launcher: Launcher, records: Records) -> Plan:
         many_hosts=launcher.traits.many_hosts,
         paced=job.aim is not None,
         readers=None if readers == "auto" else readers,
+        batch_loss=job.loaded.task.batch_loss is not None,
     )
 
 

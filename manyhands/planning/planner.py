@@ -60,16 +60,17 @@ def plan(
     many_hosts: bool = False,
     paced: bool = False,
     readers: int | None = None,
+    batch_loss: bool = False,
 ) -> Plan:
     """`workers` is what was asked for, `most_workers` what the engine can start; `paced`: a wished
-    speed will decide, so it begins with the fewest."""
+    speed will decide, so it begins with the fewest; `batch_loss`: the task has one."""
     collective = _collective(train, many_hosts)
     return Plan(
         workers=_workers(train, machine, workers, most_workers, paced),
         collective=collective,
         encryption=_encryption(train, str(collective.value), many_hosts),
         steps=_steps(train, records, phases),
-        micro_batches=_micro_batches(train, records),
+        micro_batches=_micro_batches(train, records, batch_loss),
         records=records,
         steps_per_epoch=_steps_per_epoch(records, train.batch, phases),
         phases=_phases(phases),
@@ -209,7 +210,9 @@ def _steps(train: TrainConfig, records: int, phases: Phases | None) -> Choice:
     return Choice(phases.steps_before(batches) if phases else batches, what)
 
 
-def _micro_batches(train: TrainConfig, records: int) -> Choice:
-    sizes = cut_sizes(min(records, train.batch), train.micro_batch_size)
+def _micro_batches(train: TrainConfig, records: int, batch_loss: bool) -> Choice:
+    batch = min(records, train.batch)
+    sizes = cut_sizes(batch, train.micro_batch_size)
     how = "as asked" if train.micro_batch else "an eighth of the batch where that is whole"
-    return Choice(len(sizes), f"of {train.micro_batch_size} records each, {how}")
+    sees = f"; batch_loss sees {batch} records" if batch_loss else ""
+    return Choice(len(sizes), f"of {train.micro_batch_size} records each, {how}{sees}")

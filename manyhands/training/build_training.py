@@ -24,6 +24,8 @@ from manyhands.training.state.replica import Replica, build_model
 from manyhands.training.state.weight_average import AverageKind, equal, moving
 from manyhands.training.sync.allreduce.allreduce import AllReduce, MeetMembers
 from manyhands.training.sync.alone import Alone
+from manyhands.training.sync.cached_gradients import BetweenPasses, CachedGradients
+from manyhands.training.sync.leaf_gradients import LeafGradients, PlainGradients
 from manyhands.training.sync.sync import Auditor, Moment, Place, Sync
 from manyhands.values.config import TrainConfig
 from manyhands.values.errors import ConfigError
@@ -164,18 +166,26 @@ def leave(kind: str) -> None:
         mpi.finish()
 
 
+def leaves(task: Task, replica: Replica, train: TrainConfig, watch: BetweenPasses) -> LeafGradients:
+    """How a task's micro-batches become gradients."""
+    if task.batch_loss is not None:
+        return CachedGradients(replica, train, watch)
+    return PlainGradients(replica, train)
+
+
 def strategy(
     train: TrainConfig,
     replica: Replica,
     memory: Memory,
     collective: Callable[[Sizes], MeetMembers],
+    leaves: LeafGradients,
     *,
     heard: Callable[[], int],
     moment: Moment,
     auditor: Auditor,
 ) -> Sync:
     if train.sync == "alone":
-        return Alone(replica, train, heard=heard)
+        return Alone(replica, train, leaves, heard=heard)
     return AllReduce(
-        replica, memory, collective, train, heard=heard, moment=moment, auditor=auditor
+        replica, memory, collective, train, leaves, heard=heard, moment=moment, auditor=auditor
     )

@@ -5,6 +5,7 @@
     ├── RequestError              the request was wrong; exit code 2
     │   ├── ConfigError           a setting
     │   ├── TaskError             the task, or the file that should define it
+    │   │   └── EmbeddingsDiffer  a micro-batch was embedded twice, with two outcomes
     │   ├── RunDirError           a run folder that is missing, taken or of another kind
     │   ├── CheckpointMismatch    a checkpoint of another model
     │   ├── DataError             raw records, or what was asked to be done with them
@@ -48,6 +49,23 @@ class TaskError(RequestError):
     """The task is incomplete, or the file that should define it does not."""
 
 
+class EmbeddingsDiffer(TaskError):
+    """A batch loss goes through its micro-batches twice, and both times must find the same."""
+
+    def __init__(self, step: int, index: int) -> None:
+        super().__init__(step, index)
+
+    def __str__(self) -> str:
+        step, index = self.args
+        return (
+            f"embed gave other rows for micro-batch {index} of step {step} when it was called for "
+            "the second time. With batch_loss every micro-batch is computed twice: once for the "
+            "loss of the whole batch, and again for its own gradient. Draw from torch, "
+            "numpy.random or random themselves (a generator of one's own is not seeded), keep no "
+            "state outside buffers, and leave the batch as it is (x = x + 1, not x += 1)."
+        )
+
+
 class RunDirError(RequestError):
     """A run folder that does not exist, exists already, or holds nothing to work with."""
 
@@ -83,13 +101,21 @@ def _records(records: Sequence[int]) -> str:
 
 
 class LossNotFinite(TrainError):
+    """In micro-batch `index` of a step; None: a batch loss, over embeddings that are finite."""
+
     def __init__(
-        self, rank: int, step: int, index: int, loss: float, records: Sequence[int]
+        self, rank: int, step: int, index: int | None, loss: float, records: Sequence[int]
     ) -> None:
         super().__init__(rank, step, index, loss, list(records))
 
     def __str__(self) -> str:
         _, step, index, loss, records = self.args
+        if index is None:
+            return (
+                f"the batch loss is {loss} at step {step}, though all embeddings are finite. Look "
+                "in batch_loss for log(0), 0/0 and exp of a temperature that has grown; otherwise "
+                "lower the learning rate, or set train.clip_norm."
+            )
         return (
             f"the loss is {loss} at step {step}, micro-batch {index} ({_records(records)}). "
             "Look at those records first; otherwise lower the learning rate, set train.clip_norm, "

@@ -23,6 +23,19 @@ LONGEST_PERIOD = 10_000
 """Rounds until several optimizers are due in the same way again."""
 
 
+@dataclass(frozen=True, slots=True)
+class BatchLoss:
+    """A loss over the whole batch. Called with a batch it is that batch's: records are compared
+    with each other and with no others."""
+
+    embed: "Callable[[Module, Any], Any]"
+    batch_loss: "Callable[..., Any]"
+
+    def __call__(self, model: "Module", batch: Any) -> Any:
+        made = self.embed(model, batch)
+        return self.batch_loss(model, *(made if isinstance(made, tuple | list) else (made,)))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Task:
     """A model, how it learns and how it is scored. The way of training is not in here."""
@@ -33,6 +46,14 @@ class Task:
     loss: "Losses | Mapping[str, Losses] | None" = None
     """`loss(model, batch)`: a mean over the batch's records, or `(mean, weight)` where the mean is
     over something else (tokens, say), or either with a dict of numbers to log at the end."""
+
+    embed: "Callable[[Module, Any], Tensor | tuple[Tensor, ...]] | None" = None
+    """In place of `loss`, with `batch_loss`. `embed(model, batch)`: one tensor or several, with a
+    row for each record."""
+
+    batch_loss: "Callable[..., Loss] | None" = None
+    """`batch_loss(model, *embeddings)`: the loss of the whole batch, from the rows of all its
+    records; or `(loss, numbers)`."""
 
     optimizer: "MakesOptimizer | Mapping[str, MakesOptimizer] | None" = None
     """`optimizer(model)`: any optimizer, any groups. Several, each over parameters of its own and
@@ -78,7 +99,19 @@ class Task:
 
     def __post_init__(self) -> None:
         several = isinstance(self.optimizer, Mapping)
-        for name in ("model",) if several else ("model", "loss", "optimizer"):
+        by_batch = self.embed is not None or self.batch_loss is not None
+        if by_batch and self.loss is not None:
+            raise TaskError(
+                "Task: loss and batch_loss are both there. Give loss(model, batch), which sees one "
+                "micro-batch, or embed and batch_loss, which sees the whole batch."
+            )
+        if by_batch and several:
+            raise TaskError(
+                "Task: batch_loss goes with one optimizer. Several have a loss of their own each, "
+                "which sees one micro-batch: loss={...}."
+            )
+        learns = ("embed", "batch_loss") if by_batch else ("loss",)
+        for name in ("model",) if several else ("model", *learns, "optimizer"):
             if not callable(getattr(self, name)):
                 given = getattr(self, name)
                 what = "is missing" if given is None else f"is {type(given).__name__}"
@@ -107,6 +140,13 @@ class Task:
                 f"Task: held_out = {self.held_out} is not a fraction between 0 and 1; "
                 "leave it out to hold out nothing."
             )
+
+
+def objective_of(task: Task) -> "Callable[[Module, Any], Any] | None":
+    """What is made small: the task's `loss`, or a `BatchLoss`; of several, none is the whole."""
+    if task.embed is not None and task.batch_loss is not None:
+        return BatchLoss(task.embed, task.batch_loss)
+    return task.loss if callable(task.loss) else None
 
 
 def see_that_phases_fit(task: Task) -> None:

@@ -7,9 +7,10 @@ import msgspec
 
 from manyhands.values.bounded_types import Natural
 
-Kind = Literal["build", "join", "compute", "update", "rest", "evaluate", "score"]
+Kind = Literal["build", "join", "compute", "update", "rest", "evaluate", "score", "batch_loss"]
 """Building the task; taking a place in a view; a micro-batch; what follows the last one in a step;
-what is done between steps; a batch of held-out records; putting their results together."""
+what is done between steps; a batch of held-out records; putting their results together; the loss of
+a whole batch."""
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
@@ -23,7 +24,7 @@ class WorkInHand(msgspec.Struct, frozen=True):
     @property
     def of_user(self) -> bool:
         """The user's code runs in it, and would run again wherever it is done again."""
-        return self.kind in ("compute", "update", "evaluate", "score")
+        return self.kind in ("compute", "update", "evaluate", "score", "batch_loss")
 
     @property
     def has_records(self) -> bool:
@@ -45,3 +46,5 @@ class WorkInHand(msgspec.Struct, frozen=True):
                 return f"held-out batch {self.index} after step {self.step}"
             case "score":
                 return f"the scores after step {self.step}"
+            case "batch_loss":
+                return f"the batch loss of step {self.step}"

@@ -27,7 +27,8 @@ from manyhands.training.sync.sync import Moment, Sync
 from manyhands.values.errors import TaskError
 from manyhands.values.kernels import Kernels
 from manyhands.values.messages import Measured
-from manyhands.values.task import Task
+from manyhands.values.task import BatchLoss, Task, objective_of
+from manyhands.values.work_in_hand import Kind
 from manyhands.values.worker_orders import Orders
 from manyhands.worker import compare_workers
 from manyhands.worker.readers.open_feed import open_feed
@@ -88,8 +89,10 @@ def build_worker(
     _see_that_scores_come(replica, orders, held_out)
     drag = partial(orders.faults.drag, orders.order)
     ahead = ReadAhead(feed, orders, channel, nursery)
-    watched = WatchedFeed(feed, channel, device, moment, drag, ahead)
-    auditor = compare_workers.Recheck(replica, watched, loss, train, moment)
+    twice = task.batch_loss is not None
+    watched = WatchedFeed(feed, channel, device, moment, drag, ahead, twice=twice)
+    leaves = build_training.leaves(task, replica, train, watched)
+    auditor = compare_workers.Recheck(replica, watched, loss, leaves, train, moment)
     rendezvous = Path(orders.run) / ".rendezvous"
     peers = build_training.PeerAccess(
         listener, orders.secret, orders.encrypt, rendezvous, _telling_of_links(replica, channel)
@@ -103,7 +106,14 @@ def build_worker(
         patience=channel.waiting,
     )
     sync = build_training.strategy(
-        train, replica, memory, collective, heard=channel.heard, moment=moment, auditor=auditor
+        train,
+        replica,
+        memory,
+        collective,
+        leaves,
+        heard=channel.heard,
+        moment=moment,
+        auditor=auditor,
     )
     ahead.dealt = sync.indices
     built = compare_workers.describe(replica, records, kernels)
@@ -126,24 +136,33 @@ def _see_that_scores_come(replica: Replica, orders: Orders, held_out: Records | 
 
 def _loss(task: Task, replica: Replica, orders: Orders, channel: WorkerChannel) -> LossFn:
     """The task's; or the same in a debugger, when its micro-batch has come."""
-    assert task.loss is not None
-    losses = task.loss
+    debug = orders.debug
 
-    def of_phase(model: torch.nn.Module, batch: Any) -> Any:
-        assert isinstance(losses, Mapping)
-        return losses[replica.phase](model, batch)
+    def stops(function: Callable[..., Any], kind: Kind = "compute") -> Callable[..., Any]:
+        """Once: with a batch loss, micro-batches come twice."""
+        if debug is None:
+            return function
+        due = True
 
-    loss = losses if callable(losses) else of_phase
-    if orders.debug is None:
-        return loss
+        def called(*arguments: Any) -> Any:
+            nonlocal due
+            work = channel.heartbeat.work
+            here = work.kind == kind and work.step == debug[0] and work.index in (-1, debug[1])
+            if not (due and here):
+                return function(*arguments)
+            due = False
+            return pdb.Pdb(nosigint=True).runcall(function, *arguments)
 
-    def debugged(model: torch.nn.Module, batch: Any) -> Any:
-        if channel.heartbeat.current != orders.debug:
-            return loss(model, batch)
-        own = losses[replica.phase] if isinstance(losses, Mapping) else losses
-        return pdb.Pdb(nosigint=True).runcall(own, model, batch)
+        return called
 
-    return debugged
+    if isinstance(task.loss, Mapping):
+        losses = {name: stops(loss) for name, loss in task.loss.items()}
+        return lambda model, batch: losses[replica.phase](model, batch)
+    loss = objective_of(task)
+    assert loss is not None
+    if isinstance(loss, BatchLoss):
+        return BatchLoss(stops(loss.embed), stops(loss.batch_loss, "batch_loss"))
+    return stops(loss)
 
 
 def _telling_of_links(

@@ -2,21 +2,22 @@
 """Workers are compared with each other: what they have built, and what they compute."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import msgspec
 
-from manyhands.accounting.deal_micro_batches import Cut
+from manyhands.accounting.deal_micro_batches import Cut, MicroBatch
 from manyhands.data.reading.records import Records, sampled_digest
 from manyhands.training.compute import nondeterminism
-from manyhands.training.compute.micro_batch_gradient import Leaf, LossFn, compute, digest
+from manyhands.training.compute.micro_batch_gradient import Leaf, LossFn, digest
 from manyhands.training.state.optimizer_kinds import how_to_cut
 from manyhands.training.state.replica import Replica
+from manyhands.training.sync.leaf_gradients import LeafGradients
 from manyhands.training.sync.sync import Moment
 from manyhands.values.config import TrainConfig
-from manyhands.values.errors import TaskError
+from manyhands.values.errors import EmbeddingsDiffer, TaskError
 from manyhands.values.kernels import Kernels
 from manyhands.values.messages import Built
+from manyhands.values.task import Task
 from manyhands.worker.watched_feed import WatchedFeed
 
 
@@ -45,9 +46,11 @@ def compare(described: Sequence[bytes]) -> list[Built]:
     return built
 
 
-def notes(replica: Replica, data: Any, built: Sequence[Built]) -> list[str]:
-    """What a person should know before the first step: what may make results differ."""
-    found = nondeterminism.private_generators(replica.model, data)
+def notes(replica: Replica, task: Task, train: TrainConfig, built: Sequence[Built]) -> list[str]:
+    """What a person should know before the first step: what may make results differ, and what
+    looks at several records at once."""
+    found = nondeterminism.private_generators(replica.model, task.data)
+    found += _seen_together(replica, task, train)
     cut, because = how_to_cut(replica.optimizer)
     if cut == "nowhere" and len(built) > 1:
         found.append(f"the optimizer's work is not shared out: {because}")
@@ -55,6 +58,20 @@ def notes(replica: Replica, data: Any, built: Sequence[Built]) -> list[str]:
     if (note := nondeterminism.unlike(built[0].marks, alike)) is not None:
         found.append(note)
     return found
+
+
+UNLIKE = 2
+"""In place of a digest: what another worker computed is not what comes out here."""
+
+
+def _seen_together(replica: Replica, task: Task, train: TrainConfig) -> list[str]:
+    """How many records a BatchNorm sees, where that is not the batch. What a batch loss sees is
+    in the plan."""
+    if not replica.buffers.norms or train.micro_batches == 1:
+        return []
+    plain = task.batch_loss is None
+    who = "BatchNorm and in-batch negatives see" if plain else "BatchNorm sees"
+    return [f"{who} {train.micro_batch_size} records (train.micro_batch)"]
 
 
 class Recheck:
@@ -65,11 +82,12 @@ class Recheck:
         replica: Replica,
         feed: WatchedFeed,
         loss: LossFn,
+        leaves: LeafGradients,
         train: TrainConfig,
         moment: Moment,
     ) -> None:
         self.replica, self.feed, self.loss, self.train = replica, feed, loss, train
-        self.moment = moment
+        self.leaves, self.moment = leaves, moment
 
     def index(self, cut: Cut) -> int | None:
         every = self.train.audit_every
@@ -80,11 +98,20 @@ class Recheck:
     def digest(self, cut: Cut, index: int) -> int:
         replica = self.replica
         trainable = [replica.parameters[place.name] for place in replica.layout.trainable]
-        leaf = self._compute(cut, index)
+        try:
+            leaf = self._compute(cut, index)
+        except EmbeddingsDiffer:  # from those that the other worker told of
+            self._clean_up()
+            return UNLIKE
         self.moment("leaf")
         found = digest(trainable, leaf)
         self._clean_up()
         return found
+
+    def testify(self, cut: Cut, index: int) -> int:
+        """The same, outside a step, with nothing that others have computed."""
+        self.leaves.forget()
+        return self.digest(cut, index)
 
     def first_not_finite(self, step: int, indices: Iterable[int]) -> tuple[int, str] | None:
         """Which of these micro-batches has a gradient that is not finite, and of what parameter:
@@ -100,19 +127,14 @@ class Recheck:
         return None
 
     def _compute(self, cut: Cut, index: int) -> Leaf:
-        replica, self._before = self.replica, self.feed.line.heartbeat.work
-        self.feed.note(cut, index)
-        replica.turn_to(cut.step)
-        replica.buffers.begin(alone=len(cut.sizes) == 1)
-        micro_batch = self.feed.unwatched(cut, index)
-        with replica.guard:
-            return compute(
-                replica.model,
-                micro_batch,
-                self.loss,
-                seed=self.train.seed,
-                precision=self.train.precision,
-            )
+        self._before = self.feed.line.heartbeat.work
+        self.replica.turn_to(cut.step)
+
+        def fetch(index: int) -> MicroBatch:
+            self.feed.note(cut, index)
+            return self.feed.unwatched(cut, index)
+
+        return self.leaves.compute_alone(cut, index, fetch, self.loss)
 
     def _clean_up(self) -> None:
         """What was computed was not for the step."""

@@ -215,7 +215,8 @@ class TrainingWorker:
         """Workers must be alike; before the first step people are told what may make them not."""
         built = compare_workers.compare(view.built)
         if self.world.leads and view.generation == 1:
-            for note in compare_workers.notes(self.replica, parts.task.data, built):
+            train = self.orders.config.train
+            for note in compare_workers.notes(self.replica, parts.task, train, built):
                 self.tell(note)
             self.hooks.plain = PlainState(self.replica.model)
 
@@ -262,7 +263,7 @@ class TrainingWorker:
         """Compute a micro-batch of the next step twice, for the supervisor to compare."""
         cut = parts.feed.cut(self.replica.step)
         index %= len(cut.sizes)
-        digests = [parts.auditor.digest(cut, index) for _ in range(2)]
+        digests = [parts.auditor.testify(cut, index) for _ in range(2)]
         self.channel.send(
             Testimony(worker=self.number, step=cut.step, micro_batch=index, digests=digests)
         )

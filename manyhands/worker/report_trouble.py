@@ -48,8 +48,9 @@ def trouble_of(
     work, records, symptom = heartbeat.work, list[int](), False
     if isinstance(error, LossNotFinite):
         owner, step, index, loss, _ = error.args
-        work = WorkInHand("compute", step, index)
-        records = ids(work)
+        known = index is not None
+        work = WorkInHand("compute", step, index) if known else WorkInHand("batch_loss", step)
+        records = ids(work) if known else []
         error = LossNotFinite(owner, step, index, loss, records)
         symptom = owner != rank  # every worker sees it; the one that computed it reports it
     elif isinstance(error, GradientNotFinite):

@@ -23,15 +23,18 @@ from manyhands.training.state.replica import Replica, build_model
 from manyhands.values.config import RunConfig
 from manyhands.values.errors import RequestError
 from manyhands.values.messages import Reply, RoundPart, Scored
-from manyhands.values.task import Task
+from manyhands.values.task import Task, objective_of
 from manyhands.values.world import World
 from manyhands.worker.checkpoint_part import load_model
 
 
 def evaluation_of(task: Task, config: RunConfig) -> scores.Evaluation:
-    loss = task.loss if callable(task.loss) else None  # of several, none is that of the whole
     return scores.Evaluation(
-        loss, micro_batch_gradient.read_loss, task.predict, task.scores, config.train.precision
+        objective_of(task),
+        micro_batch_gradient.read_loss,
+        task.predict,
+        task.scores,
+        config.train.precision,
     )
 
 

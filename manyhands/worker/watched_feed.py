@@ -3,7 +3,7 @@
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
@@ -16,7 +16,8 @@ from manyhands.worker.readers.read_ahead import ReadAhead
 class WatchedFeed:
     """A feed that notes which micro-batch is in work, and lets planned faults strike.
 
-    `drag(step, seconds)` is called after each micro-batch, with the time that it took.
+    `drag(step, seconds)` is called after each micro-batch, with the time that it took. `twice`:
+    micro-batches of a step are gone through once more (`again`), and only then are done.
     """
 
     def __init__(
@@ -27,9 +28,13 @@ class WatchedFeed:
         moment: Callable[[str], None],
         drag: Callable[[int, float], None],
         ahead: ReadAhead,
+        *,
+        twice: bool = False,
     ) -> None:
         self.feed, self.line, self.device, self.ahead = feed, line, device, ahead
-        self.moment, self.drag = moment, drag
+        self.moment, self.drag, self.twice = moment, drag, twice
+        self._took: dict[int, float] = {}
+        """Seconds, by micro-batch of the step: the first time."""
 
     def cut(self, step: int) -> Cut:
         return self.feed.cut(step)
@@ -48,12 +53,32 @@ class WatchedFeed:
             micro_batch = self.unwatched(step, index)
             yield micro_batch
             self.drag(step.step, time.perf_counter() - started)
-            heartbeat.did(time.perf_counter() - started, micro_batch.records)
-        heartbeat.begin("update", step.step)
+            self._took[index] = time.perf_counter() - started
+            if not self.twice:
+                heartbeat.did(self._took[index], micro_batch.records)
+        heartbeat.begin("batch_loss" if self.twice else "update", step.step)
 
-    def note(self, step: Cut, index: int) -> None:
+    def batch_loss(self, step: Cut) -> None:
+        """The embeddings of the whole batch are here."""
+        self.line.heartbeat.begin("batch_loss", step.step)
+        self.moment("batch_loss")
+
+    def again(self, step: Cut, micro_batches: Sequence[MicroBatch]) -> Iterator[MicroBatch]:
+        """The same ones once more, in the same order."""
+        for micro_batch in micro_batches:
+            self.line.stop_if_broken()
+            started = time.perf_counter()
+            self.note(step, micro_batch.index, again=True)
+            self.moment("again")
+            yield micro_batch
+            self.drag(step.step, time.perf_counter() - started)
+            took = self._took[micro_batch.index] + time.perf_counter() - started
+            self.line.heartbeat.did(took, micro_batch.records)
+        self.line.heartbeat.begin("update", step.step)
+
+    def note(self, step: Cut, index: int, *, again: bool = False) -> None:
         """This micro-batch is in hand."""
-        self.line.heartbeat.begin("compute", step.step, index, step.sizes[index])
+        self.line.heartbeat.begin("compute", step.step, index, step.sizes[index], again=again)
 
     def unwatched(self, step: Cut, index: int) -> MicroBatch:
         """One micro-batch, where the model is."""

@@ -70,6 +70,10 @@ class Case:
     model: Any = mlp
     """As a task's: a function that builds it, or the module itself."""
     loss: Callable[[Any, Any], Any] | dict[str, Any] = classify
+    """Of one micro-batch; not used where there is a batch_loss."""
+    embed: Callable[[Any, Any], Any] | None = None
+    batch_loss: Callable[..., Any] | None = None
+    """Of the whole batch, from what `embed` made of its micro-batches."""
     optimizer: Callable[[Any], Any] | dict[str, Any] = adamw
     schedule: Callable[[Any], Any] | dict[str, Any] | None = None
     schedule_every: str = "step"

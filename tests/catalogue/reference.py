@@ -5,6 +5,10 @@ buffers, with random generators seeded from (seed, step, index). The gradients, 
 share of the records (or the loss's own weight), are added over a fixed binary tree. Then come
 clipping, the buffers, `optimizer.step()` and `schedule.step()`.
 
+A loss over the whole batch is one graph: every micro-batch is embedded by a copy of the model, and
+the gradients of its copy are its own. What the loss does with the model's parameters itself is
+added to the first one's.
+
 Only the order in which an epoch visits the records is not computed here; it is given.
 """
 
@@ -109,7 +113,9 @@ def take_step(
     shares = [len(ids) / records for ids in cut]
     weighted = False
     longer: Bag = {}  # tables in which nn.Embedding(max_norm=...) shortened rows
-    for index, ids in enumerate(cut):
+    if case.batch_loss is not None:
+        gradients, outcomes, scales = whole_batch(case, model, before, step, cut)
+    for index, ids in enumerate(cut if case.batch_loss is None else ()):
         optimizer.zero_grad(set_to_none=True)
         model.zero_grad(set_to_none=True)
         begin_buffers(model, own, before, alone=len(cut) == 1)
@@ -142,6 +148,36 @@ def take_step(
         clip(model, s)
     seed(s.seed, step, "optimizer")
     optimizer.step()
+
+
+def whole_batch(
+    case: Case, model: nn.Module, before: Bag, step: int, cut: list[Any]
+) -> tuple[list[dict[str, Tensor]], list[Bag], list[float]]:
+    """Gradients and buffers of each micro-batch, from one graph of all of them."""
+    s, copies, made, outcomes = case.settings, [], [], []
+    assert case.embed is not None and case.batch_loss is not None
+    model.zero_grad(set_to_none=True)
+    bf16 = torch.autocast("cpu", dtype=torch.bfloat16, enabled=s.precision == "bf16")
+    for index, ids in enumerate(cut):
+        copies.append(copy.deepcopy(model))
+        own = dict(copies[-1].named_buffers(remove_duplicate=False))
+        begin_buffers(copies[-1], own, before, alone=len(cut) == 1)
+        data = fetch(case.data, ids, (s.seed, step, index, "data"))
+        seed(s.seed, step, index, "forward")
+        with bf16:
+            embeddings = case.embed(copies[-1], data)
+        made.append(embeddings if isinstance(embeddings, tuple) else (embeddings,))
+        outcomes.append({n: b.detach().clone() for n, b in now(copies[-1], own).items()})
+    rows = [torch.cat(parts) for parts in zip(*made, strict=True)]
+    seed(s.seed, step, "batch loss")
+    with bf16:
+        returned = case.batch_loss(model, *rows)
+    (returned[0] if isinstance(returned, tuple) else returned).backward()
+    gradients = [take_gradients(each) for each in copies]
+    for name, direct in take_gradients(model).items():
+        own = gradients[0].get(name)
+        gradients[0][name] = direct if own is None else direct + own
+    return gradients, outcomes, [1.0] * len(cut)
 
 
 def seed(*key: int | str) -> None:

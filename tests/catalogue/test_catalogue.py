@@ -15,6 +15,7 @@ from manyhands.launch.engines.launcher import Launcher
 from manyhands.values.errors import ManyhandsError
 from manyhands.values.planned_faults import FaultPlan
 from tests.catalogue import (
+    batch_losses,
     buffers,
     data,
     losses,
@@ -27,7 +28,7 @@ from tests.catalogue import (
 )
 from tests.catalogue.case import Case
 
-KINDS = (models, buffers, losses, optimizers, schedules, phases, data, refused)
+KINDS = (models, buffers, losses, optimizers, schedules, phases, data, refused, batch_losses)
 CASES: list[Case] = [case for kind in KINDS for case in kind.CASES]
 NUMBERS = (1, 2, 3)
 CALM = FaultPlan()
@@ -50,8 +51,9 @@ KILLED += [
     "wgan-gp",
     "own-optimizers-in-phases",
 ]
+KILLED += ["batch-temperature", "batch-norm-embedded"]
 IN_BF16 = ["mlp", "wide", "batch-norm-2d", "attention", "weight", "clip", "gradient-penalty"]
-IN_BF16 += ["mixed-dtypes", "one-micro-batch"]
+IN_BF16 += ["mixed-dtypes", "one-micro-batch", "batch-temperature", "batch-shared"]
 
 
 def parameters(cases: Sequence[Case], *, all_numbers: bool = False) -> list[object]:
@@ -71,7 +73,9 @@ def run(
 ) -> mh.Report:
     task = mh.Task(
         model=case.model,
-        loss=case.loss,
+        loss=case.loss if case.batch_loss is None else None,
+        embed=case.embed,
+        batch_loss=case.batch_loss,
         optimizer=case.optimizer,
         schedule=case.schedule,
         schedule_every=case.schedule_every,  # pyright: ignore[reportArgumentType]

@@ -118,6 +118,27 @@ class Shortened(nn.Module):
         return self.head(self.table(t))
 
 
+class Towers(nn.Module):
+    """BatchNorm and dropout in the towers, and a temperature that only the batch loss uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = ConvNet(), nn.Sequential(nn.Flatten(), nn.Linear(192, 5))
+        self.heat = nn.Parameter(torch.zeros(()))
+
+
+def embed_sides(model: Towers, batch: Any) -> tuple[Tensor, Tensor]:
+    x = batch["x"]
+    return model.left(x), F.dropout(model.right(x.flip(-1)), 0.1)
+
+
+def tell_apart(model: Towers, left: Tensor, right: Tensor) -> Any:
+    scores = F.normalize(left, dim=1) @ F.normalize(right, dim=1).T * model.heat.exp()
+    mine = torch.arange(len(scores))
+    value = F.cross_entropy(scores, mine) + F.cross_entropy(scores.T, mine)
+    return value, {"seen": float(len(scores)), "right": (scores.argmax(1) == mine).float().mean()}
+
+
 def odd_optimizer(model: Odd) -> torch.optim.Optimizer:
     return torch.optim.AdamW(
         [
@@ -214,6 +235,15 @@ def make(kind: str) -> mh.Task:
                 loss=classify,
                 optimizer=lambda m: OwnOptimizer(m.parameters(), lr=1e-2, momentum=0.9),
                 data=images(),
+            )
+        case "towers":
+            return mh.Task(
+                model=Towers,
+                embed=embed_sides,
+                batch_loss=tell_apart,
+                optimizer=lambda m: optim.AdamW(m.parameters(), lr=1e-2),
+                data=images(),
+                held_out=images(n=40),
             )
         case "augmented":
             return mh.Task(

@@ -195,6 +195,7 @@ def exit_codes(made: Evidence) -> Lines:
         errors.GradientNotFinite: (0, 1),
         errors.UnevenBuffer: ("name", 1),
         errors.AuditMismatch: (1, 2),
+        errors.EmbeddingsDiffer: (1, 2),
         errors.Interrupted: ("run", 1),
     }
     ours = [e for e in vars(errors).values() if isinstance(e, type) and issubclass(e, Exception)]

@@ -39,9 +39,10 @@ class Heartbeat:
         self.computed = 0
         """Those that this worker itself computed."""
         self.work, self.first = WorkInHand(), True
-        self._doing: tuple[Kind, int] = ("build", 0)
-        self._done: set[tuple[Kind, int]] = set()
-        """What it has been through: kinds of work, each with the number of records."""
+        self._doing: tuple[Kind, int, bool] = ("build", 0, False)
+        self._done: set[tuple[Kind, int, bool]] = set()
+        """What it has been through: kinds of work, each with the number of records, and whether
+        they were gone through for the second time in their step."""
         self.progress, self._seen = 0, (0, time.monotonic())
         self.waiting = False
         self._times: deque[float] = deque(maxlen=15)
@@ -55,10 +56,12 @@ class Heartbeat:
         """The step and micro-batch in work."""
         return (self.work.step, self.work.index) if self.work.kind == "compute" else None
 
-    def begin(self, kind: Kind, step: int, index: int = -1, records: int = 0) -> None:
+    def begin(
+        self, kind: Kind, step: int, index: int = -1, records: int = 0, *, again: bool = False
+    ) -> None:
         """From now on this is in hand. What was is done."""
         self._done.add(self._doing)
-        self._doing = (kind, records)
+        self._doing = (kind, records, again)
         if self._mark is not None:
             self._mark.note(kind, step, index)
         self.first = self._doing not in self._done

@@ -29,7 +29,7 @@ class Sizes:
     """The largest message that is gathered."""
 
 
-FACTS, NORMS, OUTCOMES = range(3)
+FACTS, NORMS, OUTCOMES, EMBEDDINGS = KINDS = range(4)
 """Kinds of messages; each has a place of its own, so that one does not overwrite another."""
 
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from manyhands.training.collective.collective import (
     FACTS,
-    OUTCOMES,
+    KINDS,
     Bytes,
     Meanwhile,
     Patience,
@@ -44,7 +44,7 @@ class SharedRoom:
         self.sizes = sizes
         self.words = memory.shelf(MOST_VIEWS, 2 * MOST_RANKS * STRIDE * 4)
         self.row_bytes = 8 * _STAMP + -(-sizes.message_bytes // 8) * 8
-        self.tables = memory.shelf(2 * (OUTCOMES + 1), MOST_RANKS * self.row_bytes)
+        self.tables = memory.shelf(2 * len(KINDS), MOST_RANKS * self.row_bytes)
         self._lanes = {
             dtype: memory.shelf(MOST_RANKS, sizes.slots * size * dtype.itemsize)
             for dtype, size in sizes.lanes.items()
@@ -96,12 +96,8 @@ class SharedMemory:
         me, here = world.local_rank, world.local_ranks
         self.words = SequenceWords(words, me, here, spin=spin, patience=patience)
         self.slots: Sequence[Lanes] = room.slots(me)
-        self._turns = [0] * (OUTCOMES + 1)
-        self._tables = {
-            (kind, turn): room.table(kind, turn)
-            for kind in range(OUTCOMES + 1)
-            for turn in range(2)
-        }
+        self._turns = [0] * len(KINDS)
+        self._tables = {(kind, turn): room.table(kind, turn) for kind in KINDS for turn in range(2)}
 
     def readiness(self, patience: Patience) -> SequenceWords:
         """A second row of words: how far each worker is within a step."""

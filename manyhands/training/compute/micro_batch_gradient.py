@@ -75,8 +75,15 @@ def digest(parameters: Iterable[Tensor], leaf: Leaf) -> int:
     return int.from_bytes(found.digest()[:6], "big") or 1
 
 
-def read_loss(returned: Any) -> tuple[Tensor, float | None, dict[str, float]]:
+def read_loss(
+    returned: Any, who: str = "the loss"
+) -> tuple[Tensor, float | None, dict[str, float]]:
     """`mean`, `(mean, weight)`, `(mean, numbers)` or `(mean, weight, numbers)`."""
+    if (several := _losses_in(returned)) > 1:
+        raise TaskError(
+            f"{who} returned {several} losses. It must return one number: add them up, and log "
+            'them beside it if you like: return a + b, {"a": a.detach(), "b": b.detach()}.'
+        )
     parts = list(returned) if isinstance(returned, tuple) else [returned]
     numbers: dict[str, float] = {}
     if len(parts) > 1 and isinstance(parts[-1], Mapping):
@@ -86,13 +93,22 @@ def read_loss(returned: Any) -> tuple[Tensor, float | None, dict[str, float]]:
     if len(parts) > 2 or not isinstance(value, Tensor) or value.numel() != 1:
         shape = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         raise TaskError(
-            f"the loss returned {shape}; it must return a mean (one number, a tensor), or "
+            f"{who} returned {shape}; it must return a mean (one number, a tensor), or "
             "(mean, weight), or either with a dict of numbers to log at the end."
         )
     if len(numbers) > MOST_NUMBERS:
         raise TaskError(
-            f"the loss returned {len(numbers)} numbers to log; {MOST_NUMBERS} at the most."
+            f"{who} returned {len(numbers)} numbers to log; {MOST_NUMBERS} at the most."
         )
     if weight is not None and not weight >= 0:
-        raise TaskError(f"the loss returned the weight {weight}; it must be 0 or more.")
+        raise TaskError(f"{who} returned the weight {weight}; it must be 0 or more.")
     return value.reshape(()), weight, numbers
+
+
+def _losses_in(returned: Any) -> int:
+    """How many numbers to be made small are in a list, a tuple or a dict: a weight is none."""
+    if isinstance(returned, Mapping):
+        values = list(returned.values())
+    else:
+        values = list(returned) if isinstance(returned, list | tuple) else []
+    return sum(isinstance(value, Tensor) and value.requires_grad for value in values)

@@ -143,6 +143,17 @@ class ModuleBuffers:
         flags = rows[:, self.row_width - len(self.others) :]
         return [p for k, p in enumerate(self.others) if flags[:, k].any()]
 
+    def written(self) -> list[str]:
+        """Names of buffers, and of tables with `max_norm`, that are not as `begin` left them."""
+        self._reinstate()
+        self._stop_recording()
+        names = [p.name for p in self.layout.pieces if p.name not in self.rows]
+        by_name = {p.name: p for p in self.layout.pieces}
+        found = [
+            n for n in names if not _same_bits(self._value(by_name[n]), self._committed(by_name[n]))
+        ]
+        return found + [r.name for r in self.rows.values() if bool((r.factors != 1.0).any())]
+
     def outcome(self) -> dict[str, Tensor]:
         """Private values of all other buffers after a micro-batch, to be kept until the merge."""
         return {p.name: self._value(p).clone() for p in self.others}

@@ -52,7 +52,7 @@ class HasWeights(Protocol):
 
 
 class WeightGuard:
-    """Entered around every micro-batch: `with guard: ...`."""
+    """Entered around every micro-batch (and a batch loss): `with guard: ...`."""
 
     def __init__(self, replica: HasWeights, *, protected: bool) -> None:
         """`protected`: memory that only the optimizer can write to."""
@@ -76,6 +76,10 @@ class WeightGuard:
         self._versions: list[int] = []
         self._places: list[int] = []
         self._marks: list[int] | None = None
+
+    def afresh(self) -> None:
+        """What comes next has not been looked at yet: it is a rehearsal too."""
+        self._count = 0
 
     def __enter__(self) -> None:
         self._rehearsing = self._count == 0

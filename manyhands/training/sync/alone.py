@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from manyhands.accounting.deal_micro_batches import Cut, MicroBatch, Node
-from manyhands.training.compute.micro_batch_gradient import Leaf, LossFn, compute
+from manyhands.training.compute.micro_batch_gradient import Leaf, LossFn
 from manyhands.training.compute.seeds import seed_everything
 from manyhands.training.state.layout import BLOCK, share_out, units
 from manyhands.training.state.max_norm_rows import shorten
@@ -27,6 +27,7 @@ from manyhands.training.state.undo_log import UndoLog
 from manyhands.training.sync.canonical_sum import finish
 from manyhands.training.sync.clip import block_norms, coefficient, torch_coefficient
 from manyhands.training.sync.finite import reach
+from manyhands.training.sync.leaf_gradients import LeafGradients
 from manyhands.training.sync.sync import CHANGING_NAMES, MIXED_WEIGHTS, Held, Place
 from manyhands.values.config import TrainConfig
 from manyhands.values.errors import GradientNotFinite, LossNotFinite, TaskError
@@ -37,11 +38,12 @@ class Alone:
         self,
         replica: Replica,
         train: TrainConfig,
+        leaves: LeafGradients,
         *,
         heard: Callable[[], int] = lambda: 0,
     ) -> None:
         self.replica, self.heard, self.micro_batches = replica, heard, train.micro_batches
-        self.seed, self.precision = train.seed, train.precision
+        self.seed, self.leaves = train.seed, leaves
         self.skips = train.not_finite == "skip"
         replica.clip_norm = train.clip_norm
         how_to_cut(replica.optimizer)  # refuses what cannot be done
@@ -94,12 +96,8 @@ class Alone:
         replica.turn_to(cut.step)
         for cleared in (self._gradients, self._leaves, self._rows, self._outcomes, self._shares):
             cleared.clear()
-        for micro_batch in micro_batches:
-            replica.buffers.begin(alone=len(cut.sizes) == 1)
-            with replica.guard:
-                leaf = compute(
-                    replica.model, micro_batch, loss, seed=self.seed, precision=self.precision
-                )
+        for micro_batch in self.leaves.begin(cut, micro_batches, loss, None):
+            leaf = self.leaves.compute(cut, micro_batch, loss)
             if not math.isfinite(leaf.loss) and not self.skips:
                 raise LossNotFinite(0, cut.step, micro_batch.index, leaf.loss, ())
             row = np.zeros(replica.buffers.row_width)

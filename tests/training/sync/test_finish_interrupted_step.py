@@ -21,6 +21,7 @@ from manyhands.training.state.build_optimizer import build_optimizer, build_sche
 from manyhands.training.state.memory import Memory
 from manyhands.training.state.replica import Replica, build_model
 from manyhands.training.sync.allreduce.allreduce import AllReduce, MeetMembers
+from manyhands.training.sync.leaf_gradients import PlainGradients
 from manyhands.training.sync.sync import Place
 from manyhands.values.config import TrainConfig
 from manyhands.values.world import World
@@ -89,6 +90,7 @@ class Hand:
             memory,
             partial(self._meet, memory),
             train,
+            PlainGradients(self.replica, train),
             heard=lambda: 0,
             moment=lambda name: None,
             auditor=NoAudit(),

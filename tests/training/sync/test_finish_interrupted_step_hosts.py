@@ -37,6 +37,7 @@ from manyhands.training.state.memory import Memory
 from manyhands.training.state.replica import Replica, build_model
 from manyhands.training.sync.allreduce import allreduce, overlapped_host_sum
 from manyhands.training.sync.allreduce.allreduce import AllReduce, MeetMembers
+from manyhands.training.sync.leaf_gradients import PlainGradients
 from manyhands.training.sync.sync import Place
 from manyhands.values.config import TrainConfig
 from manyhands.values.errors import Broken
@@ -193,6 +194,7 @@ class Hand:
             memory,
             partial(self._meet, memory),
             train,
+            PlainGradients(self.replica, train),
             heard=lambda: 0,
             moment=self._moment,
             auditor=NoAudit(),

@@ -6,6 +6,7 @@ that one worker would have computed alone.
 
 A step, on worker r with its range of micro-batches:
 
+    (embed)       for a loss over the whole batch: cached_gradients.py
     compute       each leaf's gradient is added into r's slots as far as the tree allows
     gather        losses, touched parameters, buffer statistics; everyone's slots are now complete
     (clip)        r finishes the tree for its stretch; norms of fixed blocks are gathered
@@ -27,9 +28,16 @@ import torch
 from numpy.typing import NDArray
 
 from manyhands.accounting.deal_micro_batches import Cut, MicroBatch, deal, subtrees
-from manyhands.training.collective.collective import FACTS, NORMS, OUTCOMES, Bytes, Sizes
+from manyhands.training.collective.collective import (
+    EMBEDDINGS,
+    FACTS,
+    NORMS,
+    OUTCOMES,
+    Bytes,
+    Sizes,
+)
 from manyhands.training.collective.two_level import TwoLevel
-from manyhands.training.compute.micro_batch_gradient import Leaf, LossFn, compute, digest
+from manyhands.training.compute.micro_batch_gradient import Leaf, LossFn, digest
 from manyhands.training.state.layout import Unit, blocks, bounds, share_out, units
 from manyhands.training.state.memory import Memory
 from manyhands.training.state.optimizer_kinds import NOTHING_KEPT, how_to_cut, what_it_keeps
@@ -44,6 +52,7 @@ from manyhands.training.sync.allreduce.overlapped_host_sum import OverlappedHost
 from manyhands.training.sync.allreduce.partial_sums import Parts, parts_of
 from manyhands.training.sync.allreduce.step_facts import Form, StepTally
 from manyhands.training.sync.canonical_sum import TreeSum, most_parts
+from manyhands.training.sync.leaf_gradients import GatherBytes, LeafGradients
 from manyhands.training.sync.sync import Auditor, Held, Moment, Place
 from manyhands.values.config import TrainConfig
 
@@ -58,6 +67,7 @@ class AllReduce:
         memory: Memory,
         collective: Callable[[Sizes], MeetMembers],
         train: TrainConfig,
+        leaves: LeafGradients,
         *,
         heard: Callable[[], int],
         moment: Moment,
@@ -65,8 +75,7 @@ class AllReduce:
     ) -> None:
         """`heard` gives the number of the last command that has reached this worker."""
         self.replica, self.heard, self.moment = replica, heard, moment
-        self.auditor = auditor
-        self.seed, self.precision = train.seed, train.precision
+        self.auditor, self.leaves = auditor, leaves
         self.skips = train.not_finite == "skip"
         replica.clip_norm = train.clip_norm
         layout = replica.layout
@@ -114,6 +123,7 @@ class AllReduce:
                     self.form.size_bytes(most_leaves),
                     8 * layout.first_blocks[-1],
                     self.outcomes.most_bytes(most_leaves),
+                    leaves.most_bytes,
                 ),
             )
         )
@@ -161,12 +171,12 @@ class AllReduce:
         sheet = self.form.sheet(max(len(r) for r in ranges))
         self.outcomes.begin()
         tree = self.summing.tree(len(cut.sizes))
-        if self.reducing is not None:
+        micro_batches = self.leaves.begin(cut, micro_batches, loss, self._gather_for(cut))
+        if self.reducing is not None:  # last: from here on the courier is busy with gradients
             self.reducing.begin(ranges, len(cut.sizes), partial(self._summed, cut.step))
         for row, micro_batch in zip(sheet.rows[: len(mine)], micro_batches, strict=True):
             last = micro_batch.index == mine[-1] and self.reducing is not None
-            self.replica.buffers.begin(alone=len(cut.sizes) == 1)
-            leaf = self._leaf(tree, micro_batch, loss, streamed=last)
+            leaf = self._leaf(cut, tree, micro_batch, loss, streamed=last)
             self.moment("leaf")
             if micro_batch.index == audited:
                 sheet.digest = digest(self._trainable, leaf)
@@ -189,8 +199,13 @@ class AllReduce:
         self._step = self.form.read(cut.step, everyone)
         return self.form.learn(cut, self._step, everyone, audited, skips=self.skips)
 
+    def _gather_for(self, cut: Cut) -> GatherBytes | None:
+        if self.world.num_ranks == 1:
+            return None
+        return lambda mine: self.levels.gather(mine, EMBEDDINGS, cut.step)
+
     def _leaf(
-        self, tree: TreeSum[int], micro_batch: MicroBatch, loss: LossFn, *, streamed: bool
+        self, cut: Cut, tree: TreeSum[int], micro_batch: MicroBatch, loss: LossFn, *, streamed: bool
     ) -> Leaf:
         """Compute a micro-batch; the last one's gradients are passed on as they come."""
         during = nullcontext()
@@ -198,15 +213,7 @@ class AllReduce:
             during = self.summing.streamed(
                 tree, micro_batch.index, self.reducing.finished, at_once=self.overlap
             )
-        with self.replica.guard:
-            return compute(
-                self.replica.model,
-                micro_batch,
-                loss,
-                seed=self.seed,
-                precision=self.precision,
-                during=during,
-            )
+        return self.leaves.compute(cut, micro_batch, loss, during)
 
     def _summed(self, step: int) -> None:
         """The whole sum of a step is in this host's memory."""

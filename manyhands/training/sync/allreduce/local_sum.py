@@ -53,11 +53,11 @@ class LocalSum:
                 continue
             views.append(view)
             gradients.append(_dense(gradient))
+        if views:  # a batch loss may train nothing but what it uses itself
+            (_FOREACH_ADD if adding else _FOREACH_COPY)(views, gradients)
         if adding:
-            _FOREACH_ADD(views, gradients)
             tree.absorb()
         else:
-            _FOREACH_COPY(views, gradients)
             tree.push(Node(index, 0), slot)
 
     def reach(self, tree: TreeSum[int]) -> float:

@@ -61,7 +61,7 @@ class Finisher:
             return out
 
         total = finish(views, tally.leaves, add)
-        if not tally.weighted:
+        if not tally.divided:
             return total
         return self.divided(total, tally.total)
 

@@ -68,6 +68,11 @@ class StepTally:
         return sum(self.scales)  # from left to right, always
 
     @property
+    def divided(self) -> bool:
+        """The sum of the gradients is still to be divided by `total`."""
+        return self.weighted and self.total != 1.0
+
+    @property
     def may_overflow(self) -> bool:
         return may_overflow(self.reaches, self.total if self.weighted else None)
 
@@ -211,6 +216,8 @@ def _in_short(tally: StepTally) -> str:
     """What is not finite, if anything."""
     match tally.not_finite():
         case LossNotFinite(args=(_, _, index, loss, *_)):
+            if tally.leaves > 1 and not any(math.isfinite(x) for x in tally.columns[0]):
+                return f"the loss is {loss} in all micro-batches"
             return f"the loss is {loss} in micro-batch {index}"
         case GradientNotFinite(args=(rank, *_)):
             mine = tally.ranges[rank]
