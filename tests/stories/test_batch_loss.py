@@ -72,6 +72,7 @@ def events(report: mh.Report, kind: str) -> list[dict[str, Any]]:
         (2, ["train.collective=gloo"]),
         (3, ["train.audit_every=1"]),
         (8, []),
+        (2, ["data.readers=1"]),
     ],
 )
 def test_the_same_bits_however_it_is_computed(
