@@ -142,12 +142,13 @@ def _loss(task: Task, replica: Replica, orders: Orders, channel: WorkerChannel) 
         """Once: with a batch loss, micro-batches come twice."""
         if debug is None:
             return function
+        step, index = debug
         due = True
 
         def called(*arguments: Any) -> Any:
             nonlocal due
             work = channel.heartbeat.work
-            here = work.kind == kind and work.step == debug[0] and work.index in (-1, debug[1])
+            here = work.kind == kind and work.step == step and work.index in (-1, index)
             if not (due and here):
                 return function(*arguments)
             due = False

@@ -262,11 +262,12 @@ def nothing(model: Any, batch: Any) -> Any: ...
         ({"embed": nothing, "batch_loss": 3}, "batch_loss is int"),
         ({"embed": nothing, "batch_loss": nothing, "loss": nothing}, "both there"),
         ({}, "loss is missing"),
+        ({"embed": nothing, "batch_loss": nothing, "optimizer": {"d": nothing}}, "one optimizer"),
     ],
 )
 def test_half_a_batch_loss_is_answered(given: dict[str, Any], told: str) -> None:
     with pytest.raises(TaskError, match=told):
-        mh.Task(model=ConvNet, optimizer=sgd, data=images(), **given)
+        mh.Task(**{"model": ConvNet, "optimizer": sgd, "data": images(), **given})
 
 
 @pytest.mark.parametrize("kind", [tuple, list, lambda two: dict(zip("ab", two, strict=True))])
