@@ -21,6 +21,10 @@ from manyhands.accounting.phases import Phases
 Batch = Any
 """What a task's `loss` receives: for dict data a dict of tensors, else what its collation made."""
 
+ENDLESS = 1 << 53
+"""The records of an epoch of a stream whose length nobody knows: more than are ever read, and a
+number that JSON and doubles hold."""
+
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:

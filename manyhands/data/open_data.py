@@ -25,6 +25,7 @@ from manyhands.data.reading.records import (
     Records,
     RecordSubset,
 )
+from manyhands.data.reading.stream_records import StreamRecords, is_stream, refuse_used_up
 from manyhands.data.shards.prepared_url import FolderOrUrl, RemoteFolder
 from manyhands.values.config import DataConfig, RunConfig
 from manyhands.values.errors import TaskError
@@ -71,6 +72,15 @@ def open_data(
         held_out = _held_out_split(data, listings)
     if isinstance(held_out, str | Path):
         held_out = _held_out_split(prepared(held_out), listings) or prepared(held_out)
+    if is_stream(data):
+        return _stream(data, held_out, settings, collate, listings)
+    if is_stream(held_out):
+        raise TaskError(_HELD_OUT_STREAM)
+    if settings.pass_records is not None or settings.shuffle_window is not None:
+        raise TaskError(
+            "data.pass_records and data.shuffle_window are for streams; records that can be "
+            "reached by their number are counted, and shuffled over the whole epoch."
+        )
     data, held_out = _reachable([data, held_out], settings)
     train = _records(data, "data", listings, collate)
     if len(train) == 0:
@@ -92,6 +102,40 @@ def prepared_of(data: Any, settings: DataConfig = _DEFAULTS) -> PreparedData | N
     if not isinstance(data, PreparedData):
         return None
     return data if settings.fold is None else _in_fold(data, settings.fold, _listings())
+
+
+_HELD_OUT_STREAM = (
+    "Task: held_out is a stream, which has no number of records to share out. Give what can be "
+    "indexed: held_out=list(itertools.islice(stream, 1000)), say."
+)
+
+
+def _stream(
+    data: Any,
+    held_out: Any,
+    settings: DataConfig,
+    collate: Collate | None,
+    listings: Listings,
+) -> tuple[Records, Records | None]:
+    refuse_used_up(data, "data")
+    if isinstance(held_out, float):
+        raise TaskError(
+            f"Task: held_out = {held_out}, but data is a stream: of records that can only be read "
+            "in sequence no fraction can be set aside. Give other records: held_out=[...]."
+        )
+    if is_stream(held_out):
+        raise TaskError(_HELD_OUT_STREAM)
+    if settings.readers != "auto" and settings.readers > 0:
+        raise TaskError(
+            f"data.readers = {settings.readers}, but data is a stream, which each worker reads by "
+            "itself, in sequence. Leave data.readers out."
+        )
+    (held_out,) = _reachable([held_out], settings)
+    train = StreamRecords(
+        data, collate, pass_records=settings.pass_records, window=settings.shuffle_window
+    )
+    kept = None if held_out is None else _records(held_out, "held_out", listings, collate)
+    return train, kept
 
 
 def make_ready(
@@ -126,7 +170,9 @@ def share(
 
 def _transferred(*given: Records | None) -> "list[WantedShards]":
     """What does not come from a local folder's own files."""
-    sharded = [r for r in given if not isinstance(r, Columns | Items | RecordSubset | None)]
+    sharded = [
+        r for r in given if not isinstance(r, Columns | Items | RecordSubset | StreamRecords | None)
+    ]
     if not sharded:
         return []
     from manyhands.data.fetching.wanted_shards import WantedShards
@@ -233,6 +279,7 @@ def _records(data: Any, where: str, listings: Listings, collate: Collate | None)
         raise TaskError(
             f"Task: {where} is {type(data).__name__}, which has no length or cannot be indexed. "
             "Give a dict of tensors, a map-style Dataset (__len__ and __getitem__) or a prepared "
-            "folder: exact order needs to reach any record."
+            "folder; or, to be read in sequence, an iterable without a length, or a function that "
+            "yields records."
         )
     return Items(data, collate)

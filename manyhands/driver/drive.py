@@ -23,6 +23,7 @@ from manyhands.driver.records_in_hand import records_in_hand
 from manyhands.driver.resolved_run import ResolvedRun
 from manyhands.driver.run_file_server import FileServer
 from manyhands.driver.stop_signals import asked_to_stop
+from manyhands.driver.stream_passes import with_pass_counted
 from manyhands.driver.supervise.run_outcome import Done
 from manyhands.driver.supervise.worker_states import Limits, Situation
 from manyhands.driver.supervisor import Supervisor
@@ -50,6 +51,7 @@ RESERVED_BYTES = 1 << 15
 def drive(job: ResolvedRun, launcher: Launcher, *, resume: int | None = None) -> Report:
     """Train from the beginning, or go on with a run whose lock is then held: from a saved step, or
     (0) from the beginning."""
+    job = with_pass_counted(job, resumes=resume is not None)
     records, held_out = open_task(job.loaded.task, job.config)
     check_criteria(job.config, job.loaded.task, held_out)
     made = _planned(job, launcher, records)

@@ -7,6 +7,7 @@ import msgspec
 from rich.console import Console, RenderableType
 from rich.table import Table
 
+from manyhands.accounting.deal_micro_batches import ENDLESS
 from manyhands.accounting.ledger import Committed, read, surviving
 from manyhands.accounting.proof import Proof, check
 from manyhands.values.run_folder import RunDir
@@ -46,7 +47,11 @@ def _verdict(proof: Proof) -> str:
     said: list[str] = []
     if whole:
         said.append(f"every position of {_count(len(whole), 'epoch')} was consumed exactly once")
-    said += [f"epoch {e.epoch + 1}: {e.consumed} of {e.of} so far" for e in begun]
+    for e in begun:
+        if e.of == ENDLESS:
+            said.append(f"the first {e.consumed} records of the stream were consumed exactly once")
+        else:
+            said.append(f"epoch {e.epoch + 1}: {e.consumed} of {e.of} so far")
     text = "; ".join(said) or "no step was committed yet"
     extra = [_count(proof.steps, "step"), _count(len(proof.by_worker), "worker")]
     if proof.rewinds:

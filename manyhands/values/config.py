@@ -149,6 +149,14 @@ class DataConfig:
     records take long to fetch or decode; 0: each worker fetches its own. "auto": none, until
     fetching was measured to hold steps up and there is something to gain; the run says so then."""
 
+    pass_records: int | None = setting(None, "weights")
+    """Of a stream: how many records are one pass over it, an epoch. Left out: it is counted, by
+    reading it once, when a run is given epochs; with `train.steps` it has no end."""
+
+    shuffle_window: int | None = setting(None, "weights")
+    """Of a stream: so many records are shuffled at a time; a worker holds two windows at the most.
+    Left out: records are used in the order in which they come."""
+
     cache: str | None = setting(None, "nothing")
     """The folder that keeps fetched shards, for all workers of a host. Left out: manyhands below
     the user's cache directory ($XDG_CACHE_HOME or ~/.cache). If it is not there it is made, for its
@@ -160,6 +168,8 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         at_least("data", "fold", self.fold, 0)
+        at_least("data", "pass_records", self.pass_records, 1)
+        at_least("data", "shuffle_window", self.shuffle_window, 1)
         if self.readers != "auto":
             at_least("data", "readers", self.readers, 0)
             if self.readers > MOST_READERS:

@@ -78,8 +78,8 @@ class Task:
     one."""
 
     data: Any = None
-    """A dict of tensors or arrays with one row per record, a map-style Dataset, or a prepared
-    folder (its path, or `mh.prepared(...)`)."""
+    """A dict of tensors or arrays with one row per record, a map-style Dataset, a prepared
+    folder (its path, or `mh.prepared(...)`), or a stream: whatever yields records, in sequence."""
 
     held_out: Any = None
     """Likewise, for scores; or a fraction of `data`, set aside by a fixed shuffle."""

@@ -14,6 +14,7 @@ import torch
 
 from manyhands.data.open_data import make_ready, share
 from manyhands.data.reading.records import Records
+from manyhands.data.reading.stream_records import StreamRecords
 from manyhands.launch.engines.nursery import Nursery
 from manyhands.launch.shipping import ship_task
 from manyhands.launch.wire.control_channel import WorkerChannel
@@ -88,6 +89,8 @@ def build_worker(
     replica.schedules.ends_epoch = feed.ends_epoch
     _see_that_scores_come(replica, orders, held_out)
     drag = partial(orders.faults.drag, orders.order)
+    if isinstance(records, StreamRecords):  # each worker reads it itself, and may have to skip much
+        nursery, records.progress = None, partial(fetched, 0, 0)
     ahead = ReadAhead(feed, orders, channel, nursery)
     twice = task.batch_loss is not None
     watched = WatchedFeed(feed, channel, device, moment, drag, ahead, twice=twice)

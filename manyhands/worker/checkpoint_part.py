@@ -55,14 +55,16 @@ def optimizer_part(worker: int, entries: Iterable[OptimizerEntry]) -> Content:
     )
 
 
-def common_part(replica: Replica) -> list[Content]:
-    """What all workers have alike, and one of them writes."""
+def common_part(replica: Replica, stream: list[Any] | None = None) -> list[Content]:
+    """What all workers have alike, and one of them writes; and where its stream is."""
     state = {
         "step": replica.step,
         "optimizer": kind_name(replica.optimizer),
         "groups": groups_to_json(replica.optimizer),
         "schedule": replica.schedules.to_json(),
     }
+    if stream is not None:
+        state["stream"] = stream
     averages = replica.averages.items()
     return [
         step_files.model_content(replica.tensors()),
@@ -80,8 +82,9 @@ def load_model(replica: Replica, folder: Path, weights: str = "trained") -> dict
     return state
 
 
-def load_all(replica: Replica, folder: Path) -> None:
-    """A committed step of this run; what the optimizer keeps is read later (`entries_of`)."""
+def load_all(replica: Replica, folder: Path) -> Any:
+    """A committed step of this run; what the optimizer keeps is read later (`entries_of`). Returns
+    where its stream was, if that was written down."""
     state = load_model(replica, folder)
     kind = kind_name(replica.optimizer)
     if state["optimizer"] != kind:
@@ -92,6 +95,7 @@ def load_all(replica: Replica, folder: Path) -> None:
     replica.schedules.restore(state["groups"], state["schedule"], state["step"])
     replica.step = state["step"]
     replica.change(replica.changes.get(replica.step, {}))
+    return state.get("stream")
 
 
 def load_weights(replica: Replica, file: str) -> None:

@@ -240,7 +240,9 @@ class TrainingWorker:
             return replace(place, fresh=0)
         shares = self.orders.shares
         folder = self.run.step(step) if shares else fetch_step(self.channel, self.run, step)
-        checkpoint_part.load_all(self.replica, folder)
+        stream = checkpoint_part.load_all(self.replica, folder)
+        assert self.parts is not None, "who has a place has built everything"
+        self.parts.feed.feed.resume_stream(stream)
         entries = partial(checkpoint_part.entries_of, folder)
         averages = partial(checkpoint_part.averages_of, folder, self.replica.averages)
         return replace(place, fresh=step, entries=entries, averages=averages)

@@ -175,7 +175,8 @@ class StepHooks:
             held = self.parts.sync.held()
             contents.append(checkpoint_part.optimizer_part(self.orders.worker, held.entries))
         if self.world.leads:
-            contents += checkpoint_part.common_part(replica)
+            stream = self.parts.feed.feed.stream_state(replica.step)
+            contents += checkpoint_part.common_part(replica, stream)
         self.saver.save(replica.step, self.view.generation, contents)
         self.saved_at = replica.step
 

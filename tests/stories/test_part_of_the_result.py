@@ -74,6 +74,8 @@ ELSEWHERE = {
     "train.device": "there is no GPU here",
     "train.portable": "other kernels may round a small product as before",
     "train.not_finite": "everything here is finite",
+    "data.pass_records": "is for streams; tests/stories/test_streams.py",
+    "data.shuffle_window": "is for streams; tests/stories/test_streams.py",
     "data.fold": "has a test of its own below",
     "evaluate.weights": "needs an average that is kept; test_weight_averages.py",
 }

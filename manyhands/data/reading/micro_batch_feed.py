@@ -23,6 +23,7 @@ from manyhands.accounting.phases import Phases
 from manyhands.data.columns.array_types import Positions
 from manyhands.data.ordering.epoch_order import Order, RecordVisit
 from manyhands.data.reading.records import Records
+from manyhands.data.reading.stream_records import StreamRecords
 
 Seeder = Callable[..., None]
 
@@ -75,9 +76,23 @@ class MicroBatchFeed:
     def fetch(self, step: Cut, index: int) -> Batch:
         """What micro-batch `index` of a step holds: pure in (seed, step, index), whoever asks."""
         ids = self._records_at(step.epoch, step.positions(index))
+        visit = RecordVisit(self.seed, step.epoch)
+        if isinstance(self.records, StreamRecords):  # which is seeded by record
+            self.records.read(ids, visit, self.seeder, keep=2 * self.batch)
         if self.records.draws_randomness:
             self.seeder(self.seed, step.fetched, index, "data")
-        return self.records.batch(ids, RecordVisit(self.seed, step.epoch))
+        return self.records.batch(ids, visit)
+
+    def stream_state(self, step: int) -> list[Any] | None:
+        """What a stream says of itself, for going on with `step`; None: nothing, or it is none."""
+        if not isinstance(self.records, StreamRecords):
+            return None
+        cut = self.cut(step)
+        return self.records.state(cut.epoch, cut.start)
+
+    def resume_stream(self, saved: Any) -> None:
+        if isinstance(self.records, StreamRecords):
+            self.records.resume(saved)
 
     def as_micro_batch(self, step: Cut, index: int, batch: Batch) -> MicroBatch:
         """... whoever has fetched it."""
@@ -90,6 +105,8 @@ class MicroBatchFeed:
 
     def _records_at(self, epoch: int, positions: range) -> Positions:
         """The epoch's order at these positions, from a window that is computed now and then."""
+        if isinstance(self.records, StreamRecords):  # whose windows may be small
+            return self._order_of(epoch)[positions]
         size = len(self.records)
         parts: list[Positions] = []
         start = positions.start
