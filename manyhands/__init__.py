@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from manyhands.values.config import (
     CheckpointConfig,
+    DataConfig,
     EvaluateConfig,
     LogConfig,
     RecoveryConfig,
@@ -34,6 +35,7 @@ __version__ = VERSION
 
 __all__ = [
     "CheckpointConfig",
+    "DataConfig",
     "EvaluateConfig",
     "Interrupted",
     "LogConfig",
