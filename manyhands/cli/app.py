@@ -11,6 +11,7 @@ import typer
 from manyhands.cli import (
     data_commands,
     host_commands,
+    kept_runs,
     live_commands,
     predict_command,
     run_commands,
@@ -22,7 +23,6 @@ app = typer.Typer(
     name="manyhands",
     help="Many hands, one result: distributed training whose weights do not depend on who did it.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
@@ -59,6 +59,7 @@ for name, command in (
     ("predict", predict_command.predict),
     ("fingerprint", run_commands.fingerprint),
     ("status", run_commands.status),
-    ("runs", run_commands.runs),
+    ("runs", kept_runs.runs),
+    ("rm", kept_runs.rm),
 ):
     app.command(name)(command)

@@ -10,6 +10,7 @@ import sys
 
 from manyhands.cli.app import app
 from manyhands.cli.init_process import init_stays_behind
+from manyhands.cli.shared_arguments import Afterwards
 from manyhands.cli.standard_files import whole_standard_files
 from manyhands.values.blame import blame
 from manyhands.values.errors import Interrupted, ManyhandsError, RequestError, RunFailed
@@ -20,8 +21,19 @@ def main() -> None:
     if os.getpid() == 1:
         init_stays_behind()
     whole_standard_files()
+    after: list[Afterwards] = []
     try:
-        app(standalone_mode=True)
+        _carry_out(after)
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(bool(ended.code))
+        for then in after:  # when everything is said
+            then(code)
+        raise
+
+
+def _carry_out(after: list[Afterwards]) -> None:
+    try:
+        app(standalone_mode=True, obj=after)
     except RequestError as error:
         _say(f"manyhands: {error}")
         sys.exit(2)

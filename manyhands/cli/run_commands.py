@@ -2,7 +2,6 @@
 """Commands about what a run is doing, and about what it did."""
 
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,7 +15,6 @@ from manyhands.cli.printing import links_table, show_pairs, to_json, warnings_sh
 from manyhands.cli.shared_arguments import JsonFlag, RunFolder, Step, WhichWeights
 from manyhands.monitor.ledger_page import print_proof
 from manyhands.values.errors import ManyhandsError, RunFailed
-from manyhands.values.printable_text import escaped
 from manyhands.values.run_folder import open_run
 from manyhands.values.run_options import EvaluateRequest
 from manyhands.values.task_params import params_text
@@ -86,34 +84,6 @@ def status(folder: RunFolder, json: JsonFlag = False) -> None:
         Console().print(links_table(links))
     if "verdict" in found:
         print(f"\n{found['verdict']}")
-
-
-def runs(
-    under: Annotated[Path, typer.Argument(help="Where runs are kept.")] = Path("runs"),
-    json: JsonFlag = False,
-) -> None:
-    """List the runs under a folder, oldest first."""
-    from manyhands.stories.status import list_runs
-
-    found = list_runs(under)
-    for row in found:
-        row["began"] = time.strftime("%Y-%m-%d %H:%M", time.localtime(row["began"]))
-    if json:
-        print(to_json(found))
-        return
-    if not found:
-        print(f"no runs under {under}")
-        return
-    columns = ["run", "state", "step", "scores", "began"]
-    columns += ["params"] * any("params" in row for row in found)
-    table = Table(*columns, box=None, pad_edge=False)
-    for row in found:
-        scores = "  ".join(f"{k} {v:.4f}" for k, v in row["scores"].items())
-        steps = f"{row['step']}/{row['total_steps']}"
-        params = escaped(params_text(row.get("params", {})))
-        cells = [row["run"], row["state"], steps, scores, row["began"], params]
-        table.add_row(*cells[: len(columns)])
-    Console().print(table)
 
 
 def ledger(

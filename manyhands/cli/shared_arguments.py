@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arguments that several commands have, and that are no field of a request."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+Afterwards = Callable[[int], None]
+"""What a command leaves, in its context's `obj`, to be done with the exit code when all is said."""
 
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder.")]
 Step = Annotated[int | None, typer.Option(help="A saved step; left out, the newest one.")]

@@ -14,11 +14,12 @@ from manyhands.cli.options_from_requests import options_of
 from manyhands.cli.printing import to_json
 from manyhands.cli.shared_arguments import JsonFlag, QuietFlag
 from manyhands.cli.standard_files import show
+from manyhands.stories.end_of_run import EndOfRun
 from manyhands.values.errors import RunFailed
 from manyhands.values.planned_faults import FaultPlan
 from manyhands.values.report import Report
 from manyhands.values.run_folder import new_run_path, open_run
-from manyhands.values.run_options import ResumeRequest, RunRequest, Where
+from manyhands.values.run_options import ResumeRequest, RunRequest, WhenItEnds, Where
 from manyhands.values.shell_commands import command_line
 
 if TYPE_CHECKING:
@@ -28,29 +29,32 @@ if TYPE_CHECKING:
 @options_of(RunRequest)
 def train(
     request: RunRequest,
+    context: typer.Context,
     fold: Annotated[
         str | None, typer.Option(metavar="I or all", help="Of data with folds: hold out this one.")
     ] = None,
     json: JsonFlag = False,
 ) -> None:
     """Train the task that FILE defines."""
+    end = _end_of(request, context)
     if fold == "all":
-        _train_folds(request, json)
+        _train_folds(request, json, end)
         return
     if fold is not None:
         request = request.but(settings=(*request.settings, f"data.fold={fold}"))
     with _started(request, quiet=request.quiet or json) as attached:
         from manyhands.stories.train import train_request
 
-        report = train_request(request.but(quiet=request.quiet or json), attached)
+        report = train_request(request.but(quiet=request.quiet or json), attached, end)
     _show_report(report, json, request.quiet)
 
 
-def _train_folds(request: RunRequest, json: bool) -> None:
+def _train_folds(request: RunRequest, json: bool, end: EndOfRun) -> None:
     from manyhands.stories.cross_validate import train_folds
 
     file = Path(str(request.task))
     folder = Path(request.to) if request.to else new_run_path(Path("runs"), f"{file.stem}-folds")
+    end.run = folder
     hush = request.quiet or json
     folded = train_folds(request, folder, say=(lambda _: None) if hush else print)
     if json:
@@ -62,13 +66,14 @@ def _train_folds(request: RunRequest, json: bool) -> None:
 
 
 @options_of(ResumeRequest)
-def resume(request: ResumeRequest, json: JsonFlag = False) -> None:
+def resume(request: ResumeRequest, context: typer.Context, json: JsonFlag = False) -> None:
     """Continue RUN from its newest good checkpoint, with any number of workers."""
+    end = _end_of(request, context)
     open_run(Path(request.run))
     with _started(request, quiet=request.quiet or json) as attached:
         from manyhands.stories.train import resume_request
 
-        report = resume_request(request.but(quiet=request.quiet or json), attached)
+        report = resume_request(request.but(quiet=request.quiet or json), attached, end)
     _show_report(report, json, request.quiet)
 
 
@@ -100,6 +105,14 @@ def demo(
         print(f"Look again:                   {command_line('status', run)}")
     if again.fingerprint != report.fingerprint or report.recoveries != 1:
         raise RunFailed("the demo's two runs differ; please report this.")
+
+
+def _end_of(request: WhenItEnds, context: typer.Context) -> EndOfRun:
+    """--on-end, to be carried out when all is printed."""
+    end, after = EndOfRun(request.on_end), context.find_object(list)
+    if after is not None:
+        after.append(end.carry_out)
+    return end
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from manyhands.accounting import ledger
 from manyhands.checkpoint.commit import FileRecord, FolderStorage, StepManifest, to_delete
 from manyhands.checkpoint.safetensors_files import fingerprint
 from manyhands.checkpoint.step_files import MODEL
+from manyhands.driver.callbacks import call_back
 from manyhands.driver.live.live_settings import LiveSettings
 from manyhands.driver.resolved_run import ResolvedRun
 from manyhands.driver.run_outputs import RunOutputs
@@ -34,7 +35,6 @@ from manyhands.values import events
 from manyhands.values.blame import blame
 from manyhands.values.config import HEARD_SCORE, EvaluateConfig, live_settings
 from manyhands.values.errors import (
-    CallbackFailed,
     ConfigError,
     Interrupted,
     RequestError,
@@ -139,17 +139,7 @@ class Bookkeeping:
                 numbers=record.numbers,
             )
             self.event(event)
-            self._call_back(event)
-
-    def _call_back(self, event: events.Stepped) -> None:
-        try:
-            if self.job.on_step is not None:
-                self.job.on_step(event)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # sys.exit() is an error here as well
-            text = f": {error}" if str(error) else ""
-            raise CallbackFailed(f"on_step raised {type(error).__name__}{text}") from error
+            call_back("on_step", self.job.on_step, event)
 
     def status(
         self,
@@ -233,10 +223,12 @@ class Bookkeeping:
         )
 
     def scored(self, step: int, scores: dict[str, float]) -> str | None:
-        self.event(events.Evaluated(step=step, scores=dict(scores)))
+        event = events.Evaluated(step=step, scores=dict(scores))
+        self.event(event)
         # A run that went back to a checkpoint scores again what it had scored before.
         self.history = [h for h in self.history if h[0] < step] + [(step, scores)]
         self._retain()
+        call_back("on_evaluate", self.job.on_evaluate, event)
         evaluate = self.job.config.evaluate
         if evaluate is None:
             return None

@@ -26,6 +26,7 @@ from manyhands.values.run_folder import RunDir, new_run_path
 from manyhands.values.run_options import Pace, ResumeRequest, RunRequest
 
 OnStep = Callable[[events.Stepped], object]
+OnEvaluate = Callable[[events.Evaluated], object]
 
 Workers = int | tuple[int, int] | None
 """A number, the least and the most, or as many as there is room for."""
@@ -37,6 +38,8 @@ class Attached:
 
     on_step: OnStep | None = None
     """Called in this process with every logged step; giving it logs every step."""
+    on_evaluate: OnEvaluate | None = None
+    """Called in this process with the scores of every evaluation."""
     launcher: Launcher | None = None
     """One that the caller keeps warm for several runs."""
     faults: FaultPlan | None = None
@@ -57,6 +60,7 @@ class ResolvedRun:
     aim: Aim | None = None
     """A wished speed, which sets the number of workers."""
     on_step: OnStep | None = None
+    on_evaluate: OnEvaluate | None = None
     quiet: bool = False
     faults: FaultPlan = FaultPlan()
     asked: float = field(default_factory=time.time)
@@ -117,6 +121,7 @@ def _resolved(
         workers=workers,
         aim=aim,
         on_step=attached.on_step,
+        on_evaluate=attached.on_evaluate,
         quiet=request.quiet,
         faults=attached.faults or FaultPlan(),
         asked=request.asked,

@@ -115,7 +115,12 @@ def fold_command(request: RunRequest, to: Path, fold: int, *, resumed: bool) -> 
     what = ["resume"] if resumed else ["train", "--to", str(to), "--fold", str(fold)]
     for each in fields(request):
         how, value = command_option(each), getattr(request, each.name)
-        if how is None or how.argument or each.name in ("to", "quiet") or value == each.default:
+        if (
+            how is None
+            or how.argument
+            or each.name in ("to", "quiet", "on_end")
+            or value == each.default
+        ):
             continue
         flag = (how.flags or (f"--{each.name.replace('_', '-')}",))[0]
         if how.type is bool:

@@ -14,6 +14,7 @@ from manyhands.driver.drive import drive
 from manyhands.driver.resolved_run import NOTHING_ATTACHED, Attached, resolve, resolve_again
 from manyhands.launch.choose_engine import open_engine
 from manyhands.launch.engines.launcher import Launcher
+from manyhands.stories.end_of_run import EndOfRun, at_the_end
 from manyhands.stories.load import loadable
 from manyhands.values.option_fields import taking
 from manyhands.values.report import Report
@@ -43,10 +44,13 @@ def train(call: TrainCall) -> Report:
     `worker_resources` and `ray_token_file` are for Ray (docs/ray.md). What `ship` names is found by
     workers on other hosts as well. docs/options.md lists all of them. `settings` are
     `section.key=value` strings, as `--set` takes them. `on_step` is called in this process with
-    every logged step; giving it logs every step. Raises `RequestError` when the request is wrong,
-    `RunFailed` when the run fails, `Interrupted` after Ctrl-C.
+    every logged step; giving it logs every step. `on_evaluate` is called with every evaluation.
+    `on_end` is a shell command for afterwards, whatever ended it (docs/train.md). Raises
+    `RequestError` when the request is wrong, `RunFailed` when the run fails, `Interrupted`
+    after Ctrl-C.
     """
-    return train_request(call, call)
+    with at_the_end(call.on_end) as end:
+        return train_request(call, call, end)
 
 
 @taking(ResumeCall)
@@ -55,18 +59,28 @@ def resume(call: ResumeCall) -> Report:
 
     A run whose task was made in Python needs that task again.
     """
-    return resume_request(call, call)
+    with at_the_end(call.on_end) as end:
+        return resume_request(call, call, end)
 
 
-def train_request(request: RunRequest, attached: Attached = NOTHING_ATTACHED) -> Report:
+def train_request(
+    request: RunRequest, attached: Attached = NOTHING_ATTACHED, end: EndOfRun | None = None
+) -> Report:
+    """`end` is told the run's folder."""
     with launched(request, attached.launcher) as launcher:
         job = resolve(request, attached)
+        if end is not None:
+            end.run = job.run.root
         return loadable(drive(job, launcher), job.loaded.task)
 
 
-def resume_request(request: ResumeRequest, attached: Attached = NOTHING_ATTACHED) -> Report:
+def resume_request(
+    request: ResumeRequest, attached: Attached = NOTHING_ATTACHED, end: EndOfRun | None = None
+) -> Report:
     with launched(request, attached.launcher) as launcher:
         folder = open_run(Path(request.run))
+        if end is not None:
+            end.run = folder.root
         with locked(folder):
             job, step = resolve_again(folder, request, attached)
             return loadable(drive(job, launcher, resume=step), job.loaded.task)

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import msgspec
 
 from manyhands.values.errors import ConfigError
+from manyhands.values.other_words import of_the_optimizer, setting_called, where_it_lives
 from manyhands.values.setting_fields import Effect, effect_of, is_live, setting
 from manyhands.values.toml_values import nearest, read_value, written_value
 from manyhands.values.train_config import TrainConfig, at_least
@@ -218,13 +219,23 @@ class RunConfig:
             path, sign, text = given.partition("=")
             section, dot, key = path.strip().partition(".")
             if not (sign and dot and key):
-                raise ConfigError(
-                    f"--set {given}: write it as section.key=value, as in --set train.batch=512."
-                )
+                raise ConfigError(f"--set {given}: {_how_to_set(section, text)}")
             if path.strip() in _INSTEAD:  # a length given here replaces the other kind of length
                 tree.get("train", {}).pop(_INSTEAD[path.strip()], None)
             tree.setdefault(section, {})[key] = read_value(text.strip())
         return from_dict(tree)
+
+
+def _how_to_set(name: str, value: str) -> str:
+    """About a setting that was given without its section."""
+    if (own := of_the_optimizer(name)) is not None:
+        return where_it_lives(own, value.strip() or "...")
+    if (setting := setting_called(name, EFFECTS)) is not None:
+        return f"did you mean --set {setting}={value.strip() or '...'}?"
+    return (
+        "write it as section.key=value, as in --set train.batch=512. (Parameters of the task are "
+        "given by --param name=value.)"
+    )
 
 
 _INSTEAD = {"train.steps": "epochs", "train.epochs": "steps"}
@@ -377,6 +388,10 @@ def _section(name: str, values: dict[str, Any]) -> Any:
     known = [f.name for f in fields(section)]
     for key in values:
         if key not in known:
+            if (own := of_the_optimizer(key)) is not None:
+                raise ConfigError(where_it_lives(own, written_value(values[key])))
+            if (setting := setting_called(key, EFFECTS)) is not None:
+                raise ConfigError(f"[{name}] has no setting '{key}'; did you mean {setting}?")
             raise ConfigError(f"[{name}] has no setting '{key}'{nearest(key, known)}")
     try:
         return msgspec.convert(values, section)

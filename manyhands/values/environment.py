@@ -74,6 +74,11 @@ def switched_off(variable: str) -> bool:
     return os.environ.get(variable, "").lower() in ("0", "false")
 
 
+def environment_with(more: Mapping[str, str]) -> dict[str, str]:
+    """This process's, and these."""
+    return {**os.environ, **more}
+
+
 @contextmanager
 def variables(changes: Mapping[str, str | None], also: Sequence[str] = ()) -> Generator[None]:
     """Environment variables for the time being; None takes one away.

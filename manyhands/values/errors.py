@@ -6,6 +6,7 @@
     │   ├── ConfigError           a setting
     │   ├── TaskError             the task, or the file that should define it
     │   │   └── EmbeddingsDiffer  a micro-batch was embedded twice, with two outcomes
+    │   ├── WrongArguments        a call of ours with a keyword that it has not; a TypeError too
     │   ├── RunDirError           a run folder that is missing, taken or of another kind
     │   ├── CheckpointMismatch    a checkpoint of another model
     │   ├── DataError             raw records, or what was asked to be done with them
@@ -64,6 +65,10 @@ class EmbeddingsDiffer(TaskError):
             "numpy.random or random themselves (a generator of one's own is not seeded), keep no "
             "state outside buffers, and leave the batch as it is (x = x + 1, not x += 1)."
         )
+
+
+class WrongArguments(RequestError, TypeError):
+    """A function of ours was called with something that it does not take."""
 
 
 class RunDirError(RequestError):

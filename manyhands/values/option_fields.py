@@ -20,6 +20,10 @@ from dataclasses import Field, dataclass, field, fields
 from functools import cache
 from typing import Any, ParamSpec, TypeVar
 
+from manyhands.values.config import EFFECTS
+from manyhands.values.errors import WrongArguments
+from manyhands.values.other_words import meant, of_the_optimizer, setting_called
+
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
@@ -107,7 +111,10 @@ def taking(request: Callable[P, T]) -> Callable[[Callable[[T], R]], Callable[P, 
             try:
                 signature.bind(*args, **kwargs)
             except TypeError as error:
-                raise TypeError(f"{function.__name__}(): {error}") from None
+                known = list(signature.parameters)
+                unknown = next((name for name in kwargs if name not in known), None)
+                more = "" if unknown is None else _where_to_put(unknown, known)
+                raise WrongArguments(f"{function.__name__}(): {error}{more}") from None
             return function(request(*args, **kwargs))
 
         result = inspect.signature(function).return_annotation
@@ -116,3 +123,12 @@ def taking(request: Callable[P, T]) -> Callable[[Callable[[T], R]], Callable[P, 
         return call
 
     return made
+
+
+def _where_to_put(name: str, known: list[str]) -> str:
+    """The end of a sentence about a keyword that is not known."""
+    if "settings" in known and (setting := setting_called(name, EFFECTS)) is not None:
+        return f'; that is a setting: settings=["{setting}=..."]'
+    if "params" in known and of_the_optimizer(name) is not None:
+        return f'; that is the task\'s: params={{"{name}": ...}}, where a function makes it'
+    return meant(name, known)

@@ -33,9 +33,10 @@ class Making:
     """The folder to make."""
     label: str | None = option(None, cli=str)
     """The column to predict."""
-    split: str | None = option(None, cli=str)
-    """ratio=0.8[:0.1:0.1], time=COLUMN:0.8 (or :MOMENT), group=COLUMN:0.8,
-    segment=COLUMN:VALUE,... (held out), or none. Left out: ratio=0.8."""
+    split: str | float | None = option(None, cli=str)
+    """0.8 (of the records train, the others are held out; also ratio=0.8), ratio=0.8:0.1:0.1,
+    time=COLUMN:0.8 (or :MOMENT), group=COLUMN:0.8, segment=COLUMN:VALUE,... (held out), or none.
+    Left out: ratio=0.8."""
     folds: int = option(0, cli=int)
     """K folds instead; then train --fold I."""
     id: str | None = option(None, cli=str)

@@ -62,6 +62,12 @@ class TaskParams:
 
 
 @dataclass(frozen=True, kw_only=True)
+class WhenItEnds:
+    on_end: str | None = option(None, cli=str, metavar="COMMAND")
+    """A shell command to run afterwards, whatever ended it; $MANYHANDS_STATUS, ... say how."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Engine:
     engine: str = option("local", cli=str, metavar="local, inline, ray or ray://HOST:PORT")
     """Processes of this host; one worker in this process; a Ray of our own, or a cluster."""
@@ -137,12 +143,12 @@ class OldRun:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunRequest(Where, TaskParams, Spoken, Pace, NewRun):
+class RunRequest(Where, WhenItEnds, TaskParams, Spoken, Pace, NewRun):
     """A run that is to be trained from its beginning."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResumeRequest(Where, TaskParams, Spoken, Pace, OldRun):
+class ResumeRequest(Where, WhenItEnds, TaskParams, Spoken, Pace, OldRun):
     """A run that is to go on from its newest good checkpoint."""
 
 

@@ -7,6 +7,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from manyhands.values.errors import TaskError
+from manyhands.values.task_checks import (
+    CALLED,
+    answering,
+    see_that_data_is_named,
+    see_that_it_can_be_called,
+    see_that_scores_can_be_called,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,6 +43,7 @@ class BatchLoss:
         return self.batch_loss(model, *(made if isinstance(made, tuple | list) else (made,)))
 
 
+@answering
 @dataclass(frozen=True, kw_only=True)
 class Task:
     """A model, how it learns and how it is scored. The way of training is not in here."""
@@ -98,6 +106,11 @@ class Task:
     # here in place of `loss` and `optimizer`: the sum between them is the same canonical sum.
 
     def __post_init__(self) -> None:
+        for name in CALLED:
+            see_that_it_can_be_called(name, getattr(self, name))
+        see_that_scores_can_be_called(self.scores)
+        see_that_data_is_named("data", self.data)
+        see_that_data_is_named("held_out", self.held_out)
         several = isinstance(self.optimizer, Mapping)
         by_batch = self.embed is not None or self.batch_loss is not None
         if by_batch and self.loss is not None:

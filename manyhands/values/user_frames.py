@@ -6,6 +6,8 @@ import traceback
 from pathlib import Path
 from types import FrameType
 
+from manyhands.values.batch_words import batch_words, first_frame
+
 MOST_FRAMES = 10
 """Of each end of a stack."""
 
@@ -22,7 +24,8 @@ def user_traceback(error: BaseException, source: Path | None = None) -> str:
     lines = _shown(own or traceback.extract_tb(error.__traceback__)[-3:])
     if isinstance(error, SyntaxError) and error.filename:
         lines.insert(0, f"  {error.filename}:{error.lineno}\n    {(error.text or '').strip()}")
-    return "\n".join([*lines, named(error)])
+    about = batch_words(first_frame(error.__traceback__, is_library), error)
+    return "\n".join([*lines, named(error), *([about] if about else [])])
 
 
 def own_frames(error: BaseException) -> list[traceback.FrameSummary]:

@@ -299,7 +299,7 @@ def test_the_commands_are_these() -> None:
     found = {c.name or c.callback.__name__ for c in app.registered_commands if c.callback}
     assert found == {
         "prepare", "data", "train", "resume", "demo", "evaluate", "fingerprint", "status", "runs",
-        "scale", "set", "pause", "continue", "stop",
+        "rm", "scale", "set", "pause", "continue", "stop",
         "worker", "token", "hosts", "doctor", "ledger", "replay", "audit",
     }  # fmt: skip
 

@@ -30,8 +30,8 @@ GIVEN: dict[str, tuple[Any, list[str]]] = {
 }
 """Option → a value, and what the command of a fold is given."""
 
-OURS = {"task", "to", "quiet"}
-"""The file, a folder with one for each fold, and whether we say what they came to."""
+OURS = {"task", "to", "quiet", "on_end"}
+"""The file, a folder with one for each fold, whether we say what they came to, and what follows."""
 
 
 def test_every_option_is_passed_on_or_refused() -> None:

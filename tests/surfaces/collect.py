@@ -219,7 +219,7 @@ def exit_codes(made: Evidence) -> Lines:
 def _code(*how: Any) -> int:
     """Of a command line, or of a command that raises this (None: nothing)."""
 
-    def app(standalone_mode: bool) -> None:
+    def app(standalone_mode: bool, obj: object) -> None:
         if how[0] is not None:
             raise how[0]
 

@@ -39,7 +39,7 @@ HERE = Machine("here", 4, 1 << 34)
         ("train.precision=fp17", "Invalid enum value 'fp17'"),
         ("train.collective=nccl", 'needs train.device = "cuda"'),
         ("train.seed=-1", "train.seed"),
-        ("batch=3", "section.key=value"),
+        ("something=3", "section.key=value"),
         ("train.batch", "section.key=value"),
         ("train.audit_every=0", "train.audit_every must be at least 1"),
         ("recovery.silent_s=0.1", "recovery.silent_s must be at least 0.5"),

@@ -84,6 +84,12 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return [n for n in names if n in kept - gone]
 
 
+def _split(given: str | float | None) -> str:
+    """As it is written down: 0.8 is ratio=0.8, and prepares the same folder."""
+    text = "" if given is None else str(given).strip()
+    return f"ratio={text}" if text[:1].isdigit() or text[:1] == "." else text
+
+
 def recipe_of(request: PrepareRequest) -> Recipe:
     """What was asked for, made sense of; what cannot be is refused by name."""
     if request.folds and request.split is not None:
@@ -91,7 +97,7 @@ def recipe_of(request: PrepareRequest) -> Recipe:
     pack = _pairs(request.pack, "pack")
     return msgspec.convert(
         {
-            "split": request.split or ("none" if request.like else "ratio=0.8"),
+            "split": _split(request.split) or ("none" if request.like else "ratio=0.8"),
             "folds": request.folds,
             "seed": request.seed,
             "roles": settle_roles(

@@ -6,6 +6,7 @@ like depends on the schema and on how the task wants it, not on where its rows l
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,9 +22,31 @@ from manyhands.data.reading.pad_and_collate import (
     take_padded,
     take_strings,
 )
-from manyhands.data.reading.prepared_data import Pad, PreparedData
+from manyhands.data.reading.prepared_data import FEATURES, Pad, PreparedData
 from manyhands.data.shards.shard_columns import Ragged
 from manyhands.values.errors import DataError
+
+
+def with_features_named(data: PreparedData, schema: Schema) -> PreparedData:
+    """The same with the columns that a stack of "features" means: all numbers with a point (and
+    yes or no) that are features, in their order. Whole numbers may be indices of categories."""
+    if FEATURES not in (data.stack or {}).values():
+        return data
+    found = tuple(c.name for c in schema if c.role == "feature" and _is_numeric(c))
+    if not found:
+        raise DataError('stack: "features": there are no numeric features; name the columns.')
+    stack = {name: found if of == FEATURES else of for name, of in (data.stack or {}).items()}
+    return replace(data, stack=stack)
+
+
+def stacked_names(schema: Schema, names: Sequence[str]) -> tuple[str, ...]:
+    """What each column of a stack's matrix holds: age, when[0], when[1], ..."""
+    found: list[str] = []
+    for name in names:
+        kind = type_of(column_of(schema, name).type)
+        width = kind.list_size if pa.types.is_fixed_size_list(kind) else None
+        found += [name] if width is None else [f"{name}[{place}]" for place in range(width)]
+    return tuple(found)
 
 
 def batch_columns(schema: Schema, data: PreparedData) -> list[tuple[str, str]]:
@@ -31,7 +54,7 @@ def batch_columns(schema: Schema, data: PreparedData) -> list[tuple[str, str]]:
     pad = data.pad
     if not (pad > 0 if isinstance(pad, int) else pad in ("longest", "flat")):
         raise DataError(f"pad = {pad!r}: give a length, 'longest' or 'flat'.")
-    stack = data.stack or {}
+    stack = with_features_named(data, schema).stack or {}
     stacked = {name for names in stack.values() for name in names}
     for name in sorted(stacked):
         if _kind(column_of(schema, name)) != "fixed":
@@ -90,6 +113,14 @@ def _side_by_side(
         width = int(np.prod(column.shape[1:]))  # also where there are no rows
         parts.append(column.reshape(rows, width).astype(np.float32))
     return np.concatenate(parts, axis=1)
+
+
+def _is_numeric(column: Column) -> bool:
+    if _kind(column) != "fixed":
+        return False
+    kind = type_of(column.type)
+    kind = kind.value_type if pa.types.is_fixed_size_list(kind) else kind
+    return pa.types.is_floating(kind) or pa.types.is_boolean(kind)
 
 
 def _kind(column: Column) -> str:

@@ -22,7 +22,12 @@ from manyhands.data.columns.schema import ID
 from manyhands.data.ordering.epoch_order import FIRST, RecordVisit
 from manyhands.data.ordering.record_randomness import Draw
 from manyhands.data.ordering.shuffle_windows import ShardOrder, Windows, cuts_of, starts_of
-from manyhands.data.reading.batch_columns import add_column, batch_columns, with_stacks
+from manyhands.data.reading.batch_columns import (
+    add_column,
+    batch_columns,
+    with_features_named,
+    with_stacks,
+)
 from manyhands.data.reading.open_shards import OpenShards
 from manyhands.data.reading.pad_and_collate import Pick, Picks, take_fixed
 from manyhands.data.reading.prepared_data import PreparedData
@@ -43,9 +48,9 @@ class ShardRecords:
     ) -> None:
         """`numbers`: only these records of the split, ascending. `listing`: the folder's, where it
         has been read already."""
-        self.data = data
         self._listing = listing or read_listing(data.folder)
         manifest = self._listing.manifest
+        self.data = data = with_features_named(data, manifest.schema)
         split = _split(manifest, data)
         self._schema = manifest.schema
         self._shards: list[ShardInfo] = split.shards

@@ -40,7 +40,7 @@ NOWHERE = -1
 """The side of a record that the rule cannot place: its time is missing."""
 
 FORMS = """\
-  ratio=0.8                   4 of 5 records train, the others test
+  ratio=0.8                   4 of 5 records train, the others test (0.8 alone means the same)
   ratio=0.8:0.1:0.1           train, valid, test
   time=when:0.8               the earliest 4 of 5 train, the others test (or 0.8:0.1:0.1)
   time=when:2015-03-01        before this moment train, from then on test

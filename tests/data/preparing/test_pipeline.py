@@ -294,6 +294,25 @@ def test_rows_in_are_rows_out_and_rows_reported(tmp_path: Path) -> None:
     assert [s["record"] for s in skipped] == [9, 19, 29, 39, 49]
 
 
+@pytest.mark.parametrize("split", ["0.8", 0.8, ".8", "ratio=0.8"])
+def test_a_bare_share_is_that_of_training(split: str | float, tmp_path: Path) -> None:
+    csv = tmp_path / "rows.csv"
+    csv.write_text("x,y\n" + "".join(f"{i},{i % 2}\n" for i in range(400)))
+    manifest = mh.prepare(csv, tmp_path / "data", label="y", split=split, workers=1)
+    assert manifest.splits.keys() == {"train", "test"}
+    assert 300 < manifest.splits["train"].rows < 340
+    assert manifest.splits["test"].rows == 400 - manifest.splits["train"].rows
+
+
+def test_three_bare_shares_are_train_valid_and_test(tmp_path: Path) -> None:
+    csv = tmp_path / "rows.csv"
+    csv.write_text("x,y\n" + "".join(f"{i},{i % 2}\n" for i in range(200)))
+    manifest = mh.prepare(csv, tmp_path / "data", label="y", split="0.8:0.1:0.1", workers=1)
+    assert list(manifest.splits) == ["train", "valid", "test"]
+    with pytest.raises(DataError, match=r"shares must be between 0 and 1"):
+        mh.prepare(csv, tmp_path / "other", label="y", split="80", workers=1)
+
+
 def test_records_without_a_time_belong_to_no_split(tmp_path: Path) -> None:
     source = tmp_path / "when.csv"
     rows = [f"{i},2015-03-{1 + i % 28:02}" for i in range(100)]

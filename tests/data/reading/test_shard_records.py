@@ -21,7 +21,7 @@ from manyhands.data.ordering.epoch_order import RecordVisit
 from manyhands.data.reading import pad_and_collate
 from manyhands.data.reading.augment import Compose, FeatureNoise
 from manyhands.data.reading.micro_batch_feed import MicroBatchFeed, held_out_batches
-from manyhands.data.reading.prepared_data import prepared
+from manyhands.data.reading.prepared_data import PreparedData, prepared
 from manyhands.data.reading.records import sampled_digest
 from manyhands.data.reading.shard_records import ShardRecords
 from manyhands.data.shards.shard_columns import Ragged
@@ -163,6 +163,47 @@ def test_columns_are_stacked_to_a_matrix(folder: Path) -> None:
     assert batch["features"].tolist() == [[15, 30, 30.5, 1], [1.5, 3, 3.5, 1]]
     assert "age" not in batch and "count" in batch
     records.close()
+
+
+def first_records(data: PreparedData, count: int) -> dict[str, Any]:
+    records = ShardRecords(data)
+    try:
+        return records.batch(np.arange(count))
+    finally:
+        records.close()
+
+
+def test_all_numeric_features_are_stacked_without_naming_them(tmp_path: Path) -> None:
+    csv = tmp_path / "rows.csv"
+    rows = [f"{i}.5,job{i % 4},{i % 2},{7 * i},{i % 3}" for i in range(40)]
+    csv.write_text("hours,job,flag,pay,y\n" + "\n".join(rows))
+    mh.prepare(csv, tmp_path / "data", label="y", workers=1, encode=["pay=raw"])
+    data = mh.prepared(tmp_path / "data", stack={"x": "features"})
+    assert data.names_in("x") == ("hours", "flag")  # of whole numbers, nobody knows what they are
+    named = mh.prepared(tmp_path / "data", stack={"x": ["hours", "flag"]})
+    batch, again = first_records(data, 5), first_records(named, 5)
+    assert batch["x"].shape == (5, 2) and batch["x"].dtype == torch.float32
+    assert torch.equal(batch["x"], again["x"])
+    assert batch.keys() == again.keys() == {"_id", "job", "pay", "y", "x"}
+    with pytest.raises(DataError, match="no stack 'z'; there are: x"):
+        data.names_in("z")
+    with pytest.raises(DataError, match=r"x is 'hours'; give a list of columns, or \"features\""):
+        mh.prepared(tmp_path / "data", stack={"x": "hours"})  # type: ignore[dict-item]
+
+
+def test_a_stack_names_each_column_of_its_matrix(folder: Path) -> None:
+    data = mh.prepared(folder, stack={"f": ["age", "x", "sure"]})
+    assert data.names_in("f") == ("age", "x[0]", "x[1]", "sure")
+    every = mh.prepared(folder, stack={"f": "features"})
+    assert every.names_in("f") == ("age", "sure", "x[0]", "x[1]")
+    assert len(every.names_in("f")) == first_records(every, 2)["f"].shape[1]
+
+
+def test_features_that_are_none_are_told(tmp_path: Path) -> None:
+    table = pa.table({"_id": np.arange(4), "t": np.arange(4)})
+    data = mh.prepared(write_folder(tmp_path / "data", {"train": [table]}), stack={"x": "features"})
+    with pytest.raises(DataError, match="there are no numeric features"):
+        ShardRecords(data)
 
 
 @pytest.mark.parametrize(
