@@ -174,6 +174,7 @@ def leaves(task: Task, replica: Replica, train: TrainConfig, watch: BetweenPasse
 
 
 def strategy(
+    task: Task,
     train: TrainConfig,
     replica: Replica,
     memory: Memory,
@@ -185,7 +186,15 @@ def strategy(
     auditor: Auditor,
 ) -> Sync:
     if train.sync == "alone":
-        return Alone(replica, train, leaves, heard=heard)
+        return Alone(replica, train, leaves, heard=heard, after_step=task.after_step)
     return AllReduce(
-        replica, memory, collective, train, leaves, heard=heard, moment=moment, auditor=auditor
+        replica,
+        memory,
+        collective,
+        train,
+        leaves,
+        heard=heard,
+        moment=moment,
+        auditor=auditor,
+        after_step=task.after_step,
     )

@@ -8,6 +8,7 @@
     compute   before each micro-batch                save      before it copies its state
     gather    its gradients are in place             written   its files are on disk
     update    before each unit that it updates       regroup   as it takes its place in a view
+    after     before it calls a task's after_step    afterwards   it has, and has not said so
 
 and, where there is a batch loss: `batch_loss` (all embeddings are gathered) and `again` (before
 each micro-batch, the second time).

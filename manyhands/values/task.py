@@ -85,6 +85,10 @@ class Task:
     """Of several optimizers: those of a round see the same batch; False: each step takes the next
     one."""
 
+    after_step: "Callable[[Module], Any] | None" = None
+    """`after_step(model)`: called after each optimizer step, once on every host, without gradients;
+    it may write to weights and buffers (clipping, constraints, averages of one's own)."""
+
     data: Any = None
     """A dict of tensors or arrays with one row per record, a map-style Dataset, a prepared
     folder (its path, or `mh.prepared(...)`), or a stream: whatever yields records, in sequence."""
@@ -129,7 +133,7 @@ class Task:
                 given = getattr(self, name)
                 what = "is missing" if given is None else f"is {type(given).__name__}"
                 raise TaskError(f"Task: {name} {what}; give a function. See docs/task.md.")
-        for name in ("predict", "collate", *(() if several else ("schedule",))):
+        for name in ("predict", "collate", "after_step", *(() if several else ("schedule",))):
             if getattr(self, name) is not None and not callable(getattr(self, name)):
                 raise TaskError(f"Task: {name} is not a function. See docs/task.md.")
         see_that_phases_fit(self)

@@ -109,6 +109,7 @@ def build_worker(
         patience=channel.waiting,
     )
     sync = build_training.strategy(
+        task,
         train,
         replica,
         memory,

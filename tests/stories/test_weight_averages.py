@@ -115,7 +115,7 @@ def test_they_go_on_when_a_run_is_resumed_and_are_replayed(
     case = replace(FLAT, settings=Settings(epochs=4))
     expected = averages_by_torch(case)
     base = {k: v for k, v in asdict(case.settings).items() if v is not None and k != "epochs"}
-    config = {
+    config: dict[str, dict[str, Any]] = {
         "train": {**base, "ema": DECAY, "swa": FIRST, "steps": 7},
         "checkpoint": {"every_steps": 5, "keep_last": 9},
     }

@@ -174,6 +174,22 @@ def one_cycle(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=400)
 
 
+def clip(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.clamp_(-0.1, 0.1)
+
+
+def clipped() -> mh.Task:
+    """Its weights are clipped after each step."""
+    return mh.Task(
+        model=ConvNet,
+        loss=classify,
+        optimizer=lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2),
+        after_step=clip,
+        data=images(),
+    )
+
+
 def make(kind: str) -> mh.Task:
     optim = torch.optim
     match kind:
@@ -245,6 +261,8 @@ def make(kind: str) -> mh.Task:
                 data=images(),
                 held_out=images(n=40),
             )
+        case "clipped":
+            return clipped()
         case "augmented":
             return mh.Task(
                 model=ConvNet,

@@ -10,7 +10,7 @@ A parameter that received no gradient in any micro-batch is skipped: None is not
 
 import inspect
 import sys
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -381,10 +381,16 @@ def _as_it_lies(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def writable(
-    pieces: Iterable[TensorPlace], parameters: Mapping[str, Tensor], weights: Lanes
+    pieces: Iterable[TensorPlace],
+    parameters: Mapping[str, Tensor],
+    weights: Lanes,
+    *,
+    whose: str = "the optimizer",
+    keep: Callable[[TensorPlace], None] = lambda piece: None,
 ) -> Generator[None]:
     """The module's own parameters may be written to, as an optimizer that is left whole does it:
-    in place, or by giving them other memory, whose values are then taken over."""
+    in place, or by giving them other memory, whose values are then taken over. `keep` is told
+    before those are."""
     lent = [(piece.view(weights[piece.dtype]), parameters[piece.name], piece) for piece in pieces]
     shown = [parameter.data for _, parameter, _ in lent]
     for weight, parameter, _ in lent:
@@ -394,11 +400,13 @@ def writable(
         found = parameter.data
         if found.shape != weight.shape or found.dtype != weight.dtype:
             raise OptimizerRefused(
-                f"the optimizer made a {str(found.dtype).removeprefix('torch.')}"
+                f"{whose} made a {str(found.dtype).removeprefix('torch.')}"
                 f"{list(found.shape)} of parameter '{piece.name}', which was a "
                 f"{str(weight.dtype).removeprefix('torch.')}{list(weight.shape)}."
             )
         if found.data_ptr() != weight.data_ptr() or found.stride() != weight.stride():
+            if not piece.trainable:
+                keep(piece)
             weight.copy_(found)
         parameter.data = before
 

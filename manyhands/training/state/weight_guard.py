@@ -19,6 +19,8 @@ Three looks, because there are three ways to do it:
 """
 
 import types
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -70,7 +72,7 @@ class WeightGuard:
         self._carriers = [f"parameter '{name}'" for name, _ in self._named]
         self._carriers += [f"module '{path}'" if path else "the model" for path, _ in dicts]
         self._hooks = self._count_hooks()
-        self._count, self._rehearsing = 0, False
+        self._count, self._lendings, self._rehearsing = 0, 0, False
         self._modes: list[bool] = []
         self._threads = torch.get_num_threads()
         self._versions: list[int] = []
@@ -107,7 +109,41 @@ class WeightGuard:
 
     def expect_gradients(self) -> None:
         """Those that want a gradient now are the ones that should."""
-        self._needs = [parameter.requires_grad for parameter in self._own]
+        self._needs = self._needs_now()
+
+    @contextmanager
+    def lent(self, to: str) -> Generator[None]:
+        """Around code that may write to weights and buffers, and must change nothing else: what is
+        trained, by which hooks, is settled when the model is built, on every worker."""
+        ids, needs, hooks = self._ids_now(), self._needs_now(), self._count_hooks()
+        self._modes = [module.training for module in self._modules]
+        self._threads = torch.get_num_threads()
+        yield
+        self._as_before()
+        said = "Other workers do not know of it, nor would a resumed run."
+        if ids != (found := self._ids_now()):
+            name = self._named[_first(found, ids)][0]
+            raise TaskError(
+                f"{to} put another one in the place of parameter '{name}'. {said} Write to it."
+            )
+        if needs != (wanted := self._needs_now()):
+            name = self._named[_first([*map(int, wanted)], [*map(int, needs)])][0]
+            raise TaskError(
+                f"{to} changed requires_grad of parameter '{name}'. {said} Freeze it when the "
+                "model is built, or set its group's lr to 0 when its time has come."
+            )
+        if hooks != (counted := self._count_hooks()):
+            carrier = self._carriers[_first(counted, hooks)]
+            raise TaskError(f"{to} gave a hook to {carrier}, or took one away. {said}")
+        self._lendings += 1
+        if self._lendings % LOOK_EVERY == 1:
+            self._look_at_names()
+
+    def _ids_now(self) -> list[int]:
+        return [id(module._parameters.get(name)) for module, name in self._slots]  # pyright: ignore[reportPrivateUsage]
+
+    def _needs_now(self) -> list[bool]:
+        return [parameter.requires_grad for parameter in self._own]
 
     def _as_before(self) -> None:
         """Whatever a micro-batch did to mode and threads ends with it: the next one may be computed
@@ -123,7 +159,7 @@ class WeightGuard:
         return [len(p._backward_hooks or ()) for p in self._own] + list(map(len, self._hooked))
 
     def _look(self) -> None:
-        ids = [id(module._parameters.get(name)) for module, name in self._slots]  # pyright: ignore[reportPrivateUsage]
+        ids = self._ids_now()
         if ids != self._ids:
             raise TaskError(self._tell(_first(ids, self._ids), "puts another one in the place of"))
         places = [p.data_ptr() for p in self._own]
@@ -136,7 +172,7 @@ class WeightGuard:
             self._hooks = self._count_hooks()
         if self._hooks != (hooks := self._count_hooks()):
             raise TaskError(_told_of_hooks(self._carriers[_first(hooks, self._hooks)]))
-        if self._needs != [p.requires_grad for p in self._own]:
+        if self._needs != self._needs_now():
             self._look_at_gradients()
         if self._rehearsing or self._count % LOOK_EVERY == 0:
             self._look_at_names()
@@ -158,7 +194,7 @@ class WeightGuard:
                 )
 
     def _look_at_gradients(self) -> None:
-        needs = [parameter.requires_grad for parameter in self._own]
+        needs = self._needs_now()
         for (name, _), needed, needs_now in zip(self._named, self._needs, needs, strict=True):
             if needed and not needs_now:
                 raise TaskError(
@@ -196,8 +232,8 @@ class WeightGuard:
             f"{where} {does} its parameter '{leaf}' while a micro-batch is computed. All "
             "micro-batches of a step start from the same weights, on whichever worker, and only "
             "the optimizer may write them. Use a parametrization (torch.nn.utils.parametrizations, "
-            "register_parametrization), nn.Embedding(max_norm=...), or a step hook of the "
-            "optimizer; what is no weight belongs in a buffer."
+            "register_parametrization), nn.Embedding(max_norm=...), or Task(after_step=...), which "
+            "may write to weights after each step; what is no weight belongs in a buffer."
         )
 
 

@@ -7,10 +7,12 @@ gradient until the step, so it uses M times the gradient's memory.
 
 import math
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 from manyhands.accounting.deal_micro_batches import Cut, MicroBatch, Node
 from manyhands.training.compute.micro_batch_gradient import Leaf, LossFn
@@ -24,6 +26,7 @@ from manyhands.training.state.phased_optimizer import acting
 from manyhands.training.state.replica import Replica, StepFacts
 from manyhands.training.state.sharded_optimizer import ShardedOptimizer, one_thread, writable
 from manyhands.training.state.undo_log import UndoLog
+from manyhands.training.sync.after_step import call_after_step
 from manyhands.training.sync.canonical_sum import finish
 from manyhands.training.sync.clip import block_norms, coefficient, torch_coefficient
 from manyhands.training.sync.finite import reach
@@ -41,7 +44,9 @@ class Alone:
         leaves: LeafGradients,
         *,
         heard: Callable[[], int] = lambda: 0,
+        after_step: Callable[[Module], Any] | None = None,
     ) -> None:
+        self.after_step = after_step
         self.replica, self.heard, self.micro_batches = replica, heard, train.micro_batches
         self.seed, self.leaves = train.seed, leaves
         self.skips = train.not_finite == "skip"
@@ -183,6 +188,8 @@ class Alone:
             acting(replica.optimizer, replica.step).step()
         replica.optimizer.zero_grad()
         replica.buffers.commit_alone()  # hooks of the optimizer may have changed them
+        if self.after_step is not None:
+            call_after_step(self.after_step, replica, self.seed, replica.step)
 
     def _clip(self) -> None:
         clip_norm = self.replica.clip_norm

@@ -67,8 +67,8 @@ class Auditor(Protocol):
 
 
 Moment = Callable[[str], None]
-"""Told when a step comes to a "leaf", the "gather", the "update" or the "share": where faults
-strike."""
+"""Told when a step comes to a "leaf", the "gather", the "update", the "share", and to what comes
+"after" it and "afterwards": where faults strike."""
 
 
 class Sync(Protocol):

@@ -3,10 +3,11 @@
 from collections.abc import Iterator
 from functools import partial
 from itertools import count
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from manyhands.accounting.deal_micro_batches import Cut
 from manyhands.data.open_data import open_data
@@ -94,7 +95,10 @@ class Hand:
             heard=lambda: 0,
             moment=lambda name: None,
             auditor=NoAudit(),
+            after_step=self.after_step,
         )
+
+    after_step: Any = None
 
     def epoch_of(self, step: int) -> int:
         return self.feed.cut(step).epoch
@@ -122,7 +126,11 @@ class Hand:
     def words(self) -> list[tuple[object, str]]:
         """Of what else outlives it."""
         kept = self.replica.averages.values()
-        return [(average, name) for average in kept for name in ("_words", "_planned")]
+        found: list[tuple[object, str]] = [
+            (a, name) for a in kept for name in ("_words", "_planned")
+        ]
+        after = self.sync.after
+        return found + ([] if after is None else [(after, "_words"), (after, "_copied")])
 
     def outcome(self) -> dict[str, Tensor]:
         while self.replica.step < LAST:
@@ -184,6 +192,33 @@ def test_and_so_do_averages_of_the_weights(
     end_in_the_same_bits(
         kind, TrainConfig(batch=12, micro_batch=micro_batch, ema=0.9, swa=1), every
     )
+
+
+def tamper(model: nn.Module) -> None:
+    """Never the same twice, nor in another order; weights that are not trained, and buffers too."""
+    for parameter in model.parameters():
+        parameter.copy_(parameter * 0.9 + torch.rand(()) * 1e-2)
+    for buffer in model.buffers():
+        if buffer.is_floating_point():
+            buffer.copy_(buffer * 1.01)
+        elif buffer.dtype == torch.long:
+            buffer.copy_(buffer + 3)
+
+
+FOLLOWED = [
+    ("cnn", 12, None, 1),
+    ("odd", 4, 0.9, 1),
+    ("transformer", 12, None, 13),
+    ("own", 6, 0.9, 2),
+]
+
+
+@pytest.mark.parametrize(("kind", "micro_batch", "ema", "every"), FOLLOWED)
+def test_and_so_does_what_a_task_does_after_it(
+    kind: str, micro_batch: int, ema: float | None, every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Hand, "after_step", staticmethod(tamper))
+    end_in_the_same_bits(kind, TrainConfig(batch=12, micro_batch=micro_batch, ema=ema), every)
 
 
 @pytest.mark.parametrize(("kind", "micro_batch", "clip", "every"), CASES)

@@ -12,6 +12,7 @@ A step, on worker r with its range of micro-batches:
     (clip)        r finishes the tree for its stretch; norms of fixed blocks are gathered
     update        unit by unit: finish the tree, then r's part of the optimizer, under an undo log
     share         a meeting: everyone has the new weights
+    (after)       the task's after_step, on each host's first worker, and another meeting
 
 With several hosts the sum is finished between them before the gather is (overlapped_host_sum.py),
 and each host takes the step on its own: the whole state is with each of them.
@@ -22,10 +23,12 @@ What becomes of a step in which somebody dies is told in finish_interrupted_step
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.nn import Module
 
 from manyhands.accounting.deal_micro_batches import Cut, MicroBatch, deal, subtrees
 from manyhands.training.collective.collective import (
@@ -44,6 +47,7 @@ from manyhands.training.state.optimizer_kinds import NOTHING_KEPT, how_to_cut, w
 from manyhands.training.state.replica import Replica, StepFacts
 from manyhands.training.state.sharded_optimizer import ShardedOptimizer
 from manyhands.training.state.undo_log import UndoLog
+from manyhands.training.sync.after_step import AfterStep
 from manyhands.training.sync.allreduce.apply_update import Update
 from manyhands.training.sync.allreduce.finish_interrupted_step import Regrouping
 from manyhands.training.sync.allreduce.local_sum import LocalSum
@@ -72,6 +76,7 @@ class AllReduce:
         heard: Callable[[], int],
         moment: Moment,
         auditor: Auditor,
+        after_step: Callable[[Module], Any] | None = None,
     ) -> None:
         """`heard` gives the number of the last command that has reached this worker."""
         self.replica, self.heard, self.moment = replica, heard, moment
@@ -111,8 +116,22 @@ class AllReduce:
             moment=moment,
             updated=self._updated,
         )
+        self.after = after_step and AfterStep(
+            after_step,
+            replica,
+            memory,
+            seed=train.seed,
+            put_buffers=self.undo_log.put_buffers,
+            moment=moment,
+        )
         self.regrouping = Regrouping(
-            replica, self.undo_log, self.optimizer, self.form, self.outcomes, self.updating
+            replica,
+            self.undo_log,
+            self.optimizer,
+            self.form,
+            self.outcomes,
+            self.updating,
+            self.after,
         )
         most_leaves = train.micro_batches + 1  # a last record joins the batch before it
         self._meet = collective(
@@ -234,6 +253,8 @@ class AllReduce:
         if skipped:
             self._skip(step)
             return
+        if self.after is not None:
+            self.after.plan(step.step)
         with torch.no_grad():
             outcomes = self._gather_outcomes(step)
             self.outcomes.commit(step, outcomes)
@@ -246,22 +267,42 @@ class AllReduce:
                 self.undo_log.put_buffers(step.step + 1, self.replica.buffers.committed)
             self.moment("share")
             self.levels.meet()
-            if self.cut == "nowhere" and not self.world.leads_host:  # whose optimizer's hooks ran
+            if self.after is not None:
+                self._run_after(self.after, step.step)
+            # The first worker's optimizer, with its hooks, or its after_step may have changed them.
+            if (self.cut == "nowhere" or self.after is not None) and not self.world.leads_host:
                 self.undo_log.get_buffers(step.step + 1, self.replica.buffers.committed)
+
+    def _run_after(self, after: AfterStep, step: int) -> None:
+        """On weights that all have; averages are taken of what it makes of them."""
+        if self.world.leads_host:
+            self.moment("after")
+            after.run(step)
+        self.levels.meet()
+        if self.replica.averages:
+            for unit in self.optimizer.units:
+                self._average(unit, step)
+            self.levels.meet()
 
     def _skip(self, step: StepTally) -> None:
         """It is over, and nothing has changed. Whoever mends it finds that out from its facts."""
         self.moment("update")
         self.optimizer.pass_over(step.step)
         for unit in self.optimizer.units:
-            self._updated(unit, step.step)
+            self._average(unit, step.step)
         if self.world.leads_host:
             self.undo_log.put_buffers(step.step + 1, self.replica.buffers.committed)
         self.moment("share")
         self.levels.meet()
 
     def _updated(self, unit: Unit, step: int) -> None:
-        """A unit's weights are those after step `step`."""
+        """A unit's weights are those after step `step`, of the optimizer."""
+        if self.after is not None:
+            self.after.copy_aside(unit)
+        else:
+            self._average(unit, step)
+
+    def _average(self, unit: Unit, step: int) -> None:
         for average in self.replica.averages.values():
             average.take(unit, step)
 

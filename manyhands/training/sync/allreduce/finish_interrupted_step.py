@@ -4,7 +4,8 @@
 **When workers die.** Until the gather is complete nothing has been changed, and the step is
 computed again. After it, everything the step needs is in memory that outlives its workers: facts,
 partial sums (or, with several hosts, the whole sum), undo logs. So the first worker of the host
-mends: units that were being updated are put back, units that are behind are brought forward, and
+mends: units that were being updated are put back, units that are behind are brought forward, the
+task's after_step is undone if it was broken off, and called if it was not (after_step.py), and
 the step counts as taken by the view that computed its gradients. Nothing is computed twice.
 
 **When hosts die**, the others each hold the whole state, after the same step or (when somebody
@@ -30,6 +31,7 @@ from manyhands.training.state.param_groups import groups_to_json
 from manyhands.training.state.replica import Replica
 from manyhands.training.state.sharded_optimizer import ShardedOptimizer
 from manyhands.training.state.undo_log import UndoLog
+from manyhands.training.sync.after_step import AfterStep
 from manyhands.training.sync.allreduce.apply_update import Update
 from manyhands.training.sync.allreduce.merge_buffers import BufferOutcomes
 from manyhands.training.sync.allreduce.partial_sums import parts_of
@@ -47,9 +49,10 @@ class Regrouping:
         form: Form,
         outcomes: BufferOutcomes,
         updating: Update,
+        after: AfterStep | None,
     ) -> None:
         self.replica, self.undo_log, self.optimizer = replica, undo_log, optimizer
-        self.form, self.outcomes, self.updating = form, outcomes, updating
+        self.form, self.outcomes, self.updating, self.after = form, outcomes, updating, after
         self._current = False
         """Whether groups and schedule here are those of `replica.step`."""
 
@@ -89,6 +92,8 @@ class Regrouping:
             saved = place.averages() if place.averages is not None else {}
             for name, average in replica.averages.items():
                 average.reset(step, saved.get(name))
+            if self.after is not None:
+                self.after.reset(step)
         levels.meet()
         replica.adopt()
         replica.step, self._current = step, True
@@ -143,6 +148,8 @@ class Regrouping:
         """
         self.undo_log.repair()
         low, high = self.undo_log.steps()
+        if self.after is not None:
+            self.after.undo(high)
         committed = self.replica.buffers.committed
         if not self.undo_log.get_buffers(high, committed):
             whole = self.undo_log.get_buffers(high - 1, committed)
@@ -154,6 +161,8 @@ class Regrouping:
         if low < high:  # after the buffers: the update looks at what was merged
             self._catch_up(low)
             self._finish_step(levels, rank, self._recall(levels, low))
+        if self.after is not None:
+            self.after.catch_up(high)
         for average in self.replica.averages.values():
             average.finish(high)
         self.undo_log.summed[:] = 0
@@ -232,6 +241,8 @@ class Regrouping:
             received = text.numpy().tobytes()
             for average, count in zip(averages, told[3:], strict=True):
                 average.hold(step, count)
+            if self.after is not None:
+                self.after.reset(step)
             undo_log.take(step, buffers)
             undo_log.unpack_extras(step, received[told[0] :])
             at, words = msgspec.msgpack.decode(received[: told[0]], type=tuple[int, bytes])
