@@ -65,9 +65,13 @@ class Naming:
 
     def _of_classes(self, probabilities: Tensor) -> dict[str, pa.Array]:
         assert self.classes is not None
-        best, places = probabilities.max(dim=1)
+        best = probabilities.amax(dim=1)
         # Of equals the first, on every processor.
-        places = (probabilities == best[:, None]).int().argmax(dim=1)
+        if len(self.classes) == 2:
+            places = probabilities[:, 1] > probabilities[:, 0]
+        else:
+            places = (probabilities == best[:, None]).int().argmax(dim=1)
+        places = places.to(torch.int64).masked_fill(best.isnan(), -1)  # which is no class
         columns = {PREDICTION: self._names(places), PROBABILITY: _plain(best)}
         if self.every_class or len(self.classes) <= FEW:
             for k, name in enumerate(self.classes):
@@ -77,8 +81,9 @@ class Naming:
     def _names(self, places: Tensor) -> pa.Array:
         assert self.classes is not None
         indices = places.to(torch.int64).numpy()
-        known = (indices >= 0) & (indices < len(self.classes))
-        return pa.array(list(self.classes)).take(pa.array(indices, mask=~known))
+        strange = (indices < 0) | (indices >= len(self.classes))
+        mask = strange if strange.any() else None
+        return pa.array(list(self.classes)).take(pa.array(indices, mask=mask))
 
 
 def outputs_of(made: Any, records: int) -> Outputs:

@@ -6,6 +6,7 @@ each place of a list is a column. Whatever goes wrong, the draft is gone and a f
 before is as it was.
 """
 
+import glob
 import os
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
@@ -59,7 +60,9 @@ class _JsonTables:
 
 
 def _parquet(sink: Sink, schema: pa.Schema) -> TableSink:
-    return parquet.ParquetWriter(sink, schema, compression="zstd")
+    """Dictionaries are for names: those of probabilities would take longer than the model."""
+    names: Any = [field.name for field in schema if pa.types.is_string(field.type)]
+    return parquet.ParquetWriter(sink, schema, use_dictionary=names)
 
 
 def _arrow(sink: Sink, schema: pa.Schema) -> TableSink:
@@ -126,6 +129,7 @@ class PredictionFile:
 @contextmanager
 def whole_file(to: Path) -> Generator[PredictionFile]:
     """A file that is there when the block has ended well, and not otherwise."""
+    _sweep_drafts(to)
     draft = to.with_name(f".{to.name}.{os.getpid()}.draft")
     try:
         with naming(to):
@@ -146,6 +150,15 @@ def whole_file(to: Path) -> Generator[PredictionFile]:
         with suppress(OSError):
             draft.unlink()
     sync_folder(to.absolute().parent)
+
+
+def _sweep_drafts(to: Path) -> None:
+    """What processes left that were killed."""
+    for draft in to.absolute().parent.glob(f".{glob.escape(to.name)}.*.draft"):
+        pid = draft.name.removesuffix(".draft").rpartition(".")[2]
+        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
+            with suppress(OSError):
+                draft.unlink()
 
 
 def fitted(table: pa.Table, schema: pa.Schema) -> pa.Table:

@@ -100,6 +100,10 @@ def test_the_same_bytes_for_any_number_of_workers(
     found = mh.predict(folder / "run", source, to=three, keep="user", workers=3, memory="1MB")
     assert one.read_bytes() == three.read_bytes() and found.bad == 0
     assert found.table.num_rows == found.records
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    (tmp_path / f".{one.name}.{dead.pid}.draft").touch()  # of one that was killed
+    mh.predict(folder / "run", folder / "test.csv", to=one)
     assert os.listdir(tmp_path) in ([one.name, three.name], [three.name, one.name])
 
 
@@ -294,6 +298,54 @@ def test_a_run_predicts_where_its_data_is_gone(folder: Path, tmp_path: Path) -> 
         (folder / "away").rename(folder / "data")
 
 
+def test_whatever_is_encoded_is_encoded_as_in_training(launcher: Launcher, tmp_path: Path) -> None:
+    """Packed numbers, words of different lengths, dates, gaps, weights of classes, a transform."""
+    words = ("red", "green", "blue", "very", "small")
+    lines = ["a,b,said,when,rank"]
+    for k in range(120):
+        said = " ".join(words[(k * j) % 5] for j in range(1, 2 + k % 4))
+        gap = "" if k % 17 == 3 else f"{k % 11}"
+        lines.append(f"{gap},{k * 0.5},{said},2024-0{1 + k % 9}-1{k % 9},{'abc'[k % 3]}")
+    _written(tmp_path / "raw.csv", "\n".join(lines) + "\n")
+    mh.prepare(
+        tmp_path / "raw.csv",
+        tmp_path / "data",
+        label="rank",
+        pack={"x": "a,b"},
+        encode={"said": "words", "when": "dates"},
+        types={"when": "time"},
+        balance="weight",
+    )
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.head = torch.nn.Embedding(30, 4), torch.nn.Linear(13, 3)
+
+        def forward(self, b: Any) -> torch.Tensor:
+            seen = torch.arange(b["said"].shape[1]) < b["said_length"][:, None]
+            said = (self.words(b["said"]) * seen[..., None]).sum(1)
+            return self.head(torch.cat([b["x"], said, b["when"]], 1)) * b["weight"][:, None]
+
+    task = mh.Task(
+        model=Net,
+        loss=lambda m, b: torch.nn.functional.cross_entropy(m(b), b["rank"]),
+        optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
+        data=mh.prepared(tmp_path / "data", transform=lambda b, draw: {**b, "x": b["x"] * 2}),
+        predict=lambda m, b: m(b),
+    )
+    settings = ["train.batch=32", "train.micro_batch=16", "train.steps=3"]
+    run = tmp_path / "run"
+    mh.train(task, to=run, workers=1, settings=settings, quiet=True, launcher=launcher)
+    held = mh.predict(run, task=task).table
+    raw = mh.predict(run, tmp_path / "raw.csv", task=task, on_error="fail").table
+    there = raw.take(held.column("record"))
+    assert there.column("prediction") == held.column("prediction") and held.num_rows > 10
+    for name in ("probability", "p_a", "p_b", "p_c"):
+        found, expected = (t.column(name).to_numpy() for t in (there, held))
+        assert found == pytest.approx(expected, abs=1e-5)
+
+
 def test_tasks_whose_data_is_columns(launcher: Launcher, tmp_path: Path) -> None:
     task = make("cnn")
     task = mh.Task(**{**vars(task), "predict": lambda m, b: (m(b["x"]), b["y"]), "held_out": 0.2})
@@ -443,6 +495,9 @@ def test_names_of_predictions() -> None:
     assert found["prediction"].to_pylist() == ["b", "c"]
     assert found["p_c"].to_pylist()[1] == pytest.approx(0.6), "a distribution is left as it is"
     assert three.columns(torch.tensor([2, 0, -100]))["prediction"].to_pylist() == ["c", "a", None]
+    lost = three.columns(torch.full((1, 3), torch.nan))["prediction"]
+    assert lost.to_pylist() == [None], "not a number is no class"
+    assert two.columns(torch.tensor([torch.nan]))["prediction"].to_pylist() == [None]
     many = Naming(tuple(range(11)))
     assert list(many.columns(torch.zeros(1, 11))) == ["prediction", "probability"]
     assert len(Naming(tuple(range(11)), None, True).columns(torch.zeros(1, 11))) == 13
