@@ -23,6 +23,7 @@ from manyhands.values.version import VERSION
 
 if TYPE_CHECKING:
     from manyhands.data.mapreduce.map_reduce import map_reduce
+    from manyhands.data.reading.choose_sampling import balanced
     from manyhands.data.reading.prepared_data import prepared
     from manyhands.stories.evaluate import evaluate, fingerprint
     from manyhands.stories.load import encoders, load, report
@@ -48,6 +49,7 @@ __all__ = [
     "Task",
     "TrainConfig",
     "__version__",
+    "balanced",
     "encoders",
     "evaluate",
     "fingerprint",
@@ -63,6 +65,7 @@ __all__ = [
 ]
 
 _LATER = {
+    "balanced": "manyhands.data.reading.choose_sampling",
     "encoders": "manyhands.stories.load",
     "evaluate": "manyhands.stories.evaluate",
     "fingerprint": "manyhands.stories.evaluate",

@@ -100,7 +100,34 @@ class Computing(LedgerEntry, frozen=True):
     kernels: list[Kernels]
 
 
-AnyEntry = Opened | Committed | SettingsChanged | StepSkipped | Rewound | Computing
+class SampledEpochs(LedgerEntry, frozen=True, tag="Sampled"):
+    """After the first line, where an epoch does not visit every record once: what stands at its
+    positions, which the first line calls records."""
+
+    records: int
+    """That the data has."""
+    how: str
+    journalled: bool
+    """A sampler of the user's own draws, so every epoch has an `EpochDrawn`."""
+
+
+class EpochDrawn(LedgerEntry, frozen=True, tag="Drawn"):
+    """What a sampler of the user's own gave for an epoch; the same whenever it is asked."""
+
+    epoch: int
+    digest: str
+
+
+AnyEntry = (
+    Opened
+    | Committed
+    | SettingsChanged
+    | StepSkipped
+    | Rewound
+    | Computing
+    | SampledEpochs
+    | EpochDrawn
+)
 
 
 # ---- the file
@@ -150,12 +177,22 @@ class Book:
         self.changes: list[SettingsChanged] = []
         self.kernels: list[Kernels] = []
         """Those that computed last, as far as they are known."""
+        self.drawn: dict[int, str] = {}
+        """By epoch: the digest of what a sampler gave."""
 
     def computed_by(self, step: int, kernels: list[Kernels]) -> None:
         """From `step` on these compute."""
         if kernels and kernels != self.kernels:
             self.kernels = kernels
             self.ledger.write(Computing(step, kernels))
+
+    def draw(self, step: int, digest: str) -> int | None:
+        """A worker has drawn the epoch of `step`. The epoch, if it is not what was drawn before."""
+        epoch = cut(step, **self.opened.shape).epoch
+        if epoch not in self.drawn:
+            self.drawn[epoch] = digest
+            self.ledger.write(EpochDrawn(epoch, digest))
+        return epoch if self.drawn[epoch] != digest else None
 
     def change(self, step: int, settings: dict[str, Any]) -> None:
         """Settings are in force from `step` on; durable on return."""
@@ -191,27 +228,42 @@ class Book:
             self.ledger.sync()
 
 
-def new_book(path: Path, opened: Opened, changes: Mapping[int, dict[str, Any]]) -> Book:
+def new_book(
+    path: Path,
+    opened: Opened,
+    changes: Mapping[int, dict[str, Any]],
+    sampled: SampledEpochs | None = None,
+) -> Book:
     """For a run that begins; `changes`, by step, are those of a run that it replays."""
     ledger = Ledger(path)
     ledger.write(opened, durable=True)
+    if sampled is not None:
+        ledger.write(sampled, durable=True)
     book = Book(ledger, opened)
     book.changes = [SettingsChanged(step, settings) for step, settings in changes.items()]
     return book
 
 
-def old_book(path: Path, opened: Opened, step: int, given: frozenset[str]) -> tuple[Book, int]:
+def old_book(
+    path: Path,
+    opened: Opened,
+    step: int,
+    given: frozenset[str],
+    sampled: SampledEpochs | None = None,
+) -> tuple[Book, int]:
     """For a run that goes on after `step` steps; and the number of its next worker.
 
     Workers are numbered for the life of a run. Settings `given` now win over earlier changes.
     """
     entries = read(path)
     before = opening(entries)
-    if before != opened:
-        raise RunDirError(
-            f"{path.parent} was begun with {before}, but now there are {opened}: its ledger "
-            "cannot be gone on with. Start a new run with train.start_from instead."
-        )
+    for was, now in ((before, opened), (sampling(entries), sampled)):
+        if was != now:
+            raise RunDirError(
+                f"{path.parent} was begun with {was or opened}, but now there are "
+                f"{now or opened}: its ledger cannot be gone on with. Start a new run with "
+                "train.start_from instead."
+            )
     ledger = Ledger(path)
     ledger.write(Rewound(step))
     again = [c for c in changes_after(entries, 0) if c.step <= step or not _was_heard(c)]
@@ -221,7 +273,7 @@ def old_book(path: Path, opened: Opened, step: int, given: frozenset[str]) -> tu
     ledger.sync()
     numbers = [n for e in entries if isinstance(e, Committed) for n in e.workers]
     book = Book(ledger, opened)
-    book.kernels = computing_at(entries, step)
+    book.kernels, book.drawn = computing_at(entries, step), drawn(entries)
     book.changes = [
         SettingsChanged(c.step, {k: v for k, v in c.settings.items() if k not in given})
         for c in again
@@ -264,6 +316,16 @@ def opening(entries: Sequence[AnyEntry]) -> Opened:
     if min(first.records, first.batch, first.micro_batch) < 1:
         raise RunDirError(f"line 1: records, batch and micro_batch must be at least 1: {first}.")
     return first
+
+
+def sampling(entries: Sequence[AnyEntry]) -> SampledEpochs | None:
+    """What stands at a position; None: every record at one of them."""
+    return next((entry for entry in entries if isinstance(entry, SampledEpochs)), None)
+
+
+def drawn(entries: Sequence[AnyEntry]) -> dict[int, str]:
+    """By epoch: the digest of what a sampler gave, whatever was rewound since."""
+    return {entry.epoch: entry.digest for entry in entries if isinstance(entry, EpochDrawn)}
 
 
 def runs_of(

@@ -4,7 +4,8 @@
 The invariant, which `check` judges from the ledger alone: after the rewinds, the committed ranges
 of steps follow each other without gap or overlap from step 0, what they consumed tiles epoch after
 epoch from position 0 to `records`, and the deal of every step covers its micro-batches. `rates`,
-`loss` and `seed` are testimony: nothing in the file contradicts them.
+`loss` and `seed` are testimony: nothing in the file contradicts them. Where records are drawn by a
+sampler, positions are what is consumed once; a sampler of the user's own gave one list per epoch.
 """
 
 import math
@@ -17,15 +18,19 @@ from manyhands.accounting.ledger import (
     AnyEntry,
     Committed,
     Computing,
+    EpochDrawn,
     EpochStretch,
     Opened,
     Rewound,
+    SampledEpochs,
     SettingsChanged,
     StepSkipped,
     changes_of,
+    drawn,
     numbered,
     opening,
     runs_of,
+    sampling,
     skipped,
 )
 from manyhands.values.errors import RunDirError
@@ -60,6 +65,8 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True):
     """Those that were not made void."""
     skipped: list[int] = []
     """Steps that changed nothing, because something in them was not finite."""
+    sampled: SampledEpochs | None = None
+    """What stands at a position, where it is not every record at one of them."""
 
     @property
     def ok(self) -> bool:
@@ -80,6 +87,7 @@ def check(entries: Sequence[AnyEntry]) -> Proof:
     ]
     wrong, survivors = {line for line, _ in alone}, numbered(entries)
     found = [*alone, *_sequence(entries), *_tiling(survivors, opened.records)]
+    found += [*_drawing(entries), *_undrawn(entries, survivors)]
     consumed: dict[int, int] = {}
     for epoch, start, stop in (run for _, committed in survivors for run in committed.runs):
         consumed[epoch] = consumed.get(epoch, 0) + stop - start
@@ -91,6 +99,7 @@ def check(entries: Sequence[AnyEntry]) -> Proof:
         rewinds=[entry.step for entry in entries if isinstance(entry, Rewound)],
         changes=changes_of(entries),
         skipped=skipped(entries),
+        sampled=sampling(entries),
     )
 
 
@@ -151,6 +160,11 @@ def _sequence(entries: Sequence[AnyEntry]) -> Iterator[tuple[int, str]]:
                 done, before = max(0, min(step, done)), None  # a resumed run counts views anew
             case Computing():
                 pass  # testimony
+            case SampledEpochs():
+                if line != 2:
+                    yield line, "what an epoch's positions are is said in line 2, once and for all."
+            case EpochDrawn():
+                pass  # see `_drawing`
             case Committed(first, stop):
                 if first > done:
                     yield line, f"steps [{done}, {first}) are missing before [{first}, {stop})."
@@ -162,6 +176,29 @@ def _sequence(entries: Sequence[AnyEntry]) -> Iterator[tuple[int, str]]:
                 done, before = stop, entry
             case StepSkipped():  # the records of its step are in a committed range
                 pass
+
+
+def _drawing(entries: Sequence[AnyEntry]) -> Iterator[tuple[int, str]]:
+    """An epoch that was drawn again was drawn alike."""
+    first: dict[int, tuple[int, str]] = {}
+    for line, entry in enumerate(entries, 1):
+        if isinstance(entry, EpochDrawn):
+            before, digest = first.setdefault(entry.epoch, (line, entry.digest))
+            if digest != entry.digest:
+                yield line, f"epoch {entry.epoch} was drawn otherwise than in line {before}."
+
+
+def _undrawn(
+    entries: Sequence[AnyEntry], survivors: list[tuple[int, Committed]]
+) -> Iterator[tuple[int, str]]:
+    """Every epoch that was consumed has been drawn, where a sampler draws it."""
+    sampled, known = sampling(entries), drawn(entries)
+    if sampled is None or not sampled.journalled:
+        return
+    for line, committed in survivors:
+        for epoch, _, _ in committed.runs:
+            if epoch not in known:
+                yield line, f"nothing says what the sampler gave for epoch {epoch}."
 
 
 def _views(before: Committed, after: Committed) -> str | None:

@@ -14,9 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch.utils.data import SubsetRandomSampler
 
 from manyhands.data.ordering.keyed_permutation import permutation
+from manyhands.data.reading.choose_sampling import AskedSampling, sampled, subset
 from manyhands.data.reading.collate_items import Collate
+from manyhands.data.reading.loader_facts import LoaderFacts, loader_facts
 from manyhands.data.reading.prepared_data import PreparedData, prepared
 from manyhands.data.reading.records import (
     ColumnRows,
@@ -25,6 +28,7 @@ from manyhands.data.reading.records import (
     Records,
     RecordSubset,
 )
+from manyhands.data.reading.sampled_records import SampledRecords
 from manyhands.data.reading.stream_records import StreamRecords, is_stream, refuse_used_up
 from manyhands.data.shards.prepared_url import FolderOrUrl, RemoteFolder
 from manyhands.values.config import DataConfig, RunConfig
@@ -40,13 +44,81 @@ if TYPE_CHECKING:
 
 _DEFAULTS = DataConfig()
 
+Collates = tuple[Collate | None, Collate | None]
+"""Of the training records, and of those that are held out; None: torch's own."""
+
 Listings = Callable[[FolderOrUrl], "Listing"]
 """Reads the manifest of a folder; the same one once."""
 
 
 def open_task(task: Task, config: RunConfig) -> tuple[Records, Records | None]:
     """Training and held-out records of a task, as its run reads them."""
-    return open_data(task.data, task.held_out, config.data, collate=task.collate)
+    loader, held_loader = loader_facts(task.data, "data"), loader_facts(task.held_out, "held_out")
+    data = task.data if loader is None else loader.dataset
+    held_out = task.held_out if held_loader is None else held_loader.dataset
+    train, kept = open_data(
+        data,
+        held_out,
+        config.data,
+        collates=(_collate(task, loader), _collate(task, held_loader or loader)),
+    )
+    if kept is not None and held_loader is not None:
+        kept = _as_loaded(kept, held_loader)
+    sampler = _sampler(task, loader)
+    drops = loader is not None and loader.drop_last
+    if sampler is None and task.weights is None and not drops:
+        return train, kept
+    if isinstance(data, PreparedData | str | Path):
+        raise TaskError(
+            "Task: sampler and weights are for data in memory and data sets; the shards of a "
+            "prepared folder are read in the order in which they lie. Balance it when it is "
+            "prepared: manyhands prepare --balance over (or under, or weight)."
+        )
+    if is_stream(data):
+        raise TaskError(
+            "Task: sampler and weights choose records by their numbers, and data is a stream, "
+            "which is read in sequence. Leave them out; data.shuffle_window mixes neighbours."
+        )
+    asked = AskedSampling(
+        data, sampler, task.weights, task.replacement, isinstance(held_out, float)
+    )
+    return sampled(train, asked, config.train.seed, config.train.batch if drops else None), kept
+
+
+def _collate(task: Task, loader: LoaderFacts | None) -> Collate | None:
+    if loader is None or loader.collate is None:
+        return task.collate
+    if task.collate is not None:
+        raise TaskError(
+            "Task: collate is given, and so is the DataLoader's collate_fn; leave one of them out."
+        )
+    return loader.collate
+
+
+def _sampler(task: Task, loader: LoaderFacts | None) -> Any:
+    """The task's; or the DataLoader's, if the task has none."""
+    chosen = task.sampler is not None or task.weights is not None
+    if loader is None:
+        return task.sampler
+    if chosen and not loader.plain:
+        raise TaskError(
+            f"Task: the DataLoader of data has a {type(loader.sampler).__name__}, and the task has "
+            "a sampler or weights too; leave one of them out."
+        )
+    return task.sampler if chosen else loader.sampler
+
+
+def _as_loaded(records: Records, loader: LoaderFacts) -> Records:
+    """Held-out records: those that the loader's sampler names; each is scored once."""
+    if type(loader.sampler) is SubsetRandomSampler:
+        return subset(records, loader.sampler, "held_out")
+    if not loader.plain:
+        raise TaskError(
+            f"Task: held_out is a DataLoader with {type(loader.sampler).__name__}, but every "
+            "held-out record is scored once. Leave the sampler out, or name the records with a "
+            "SubsetRandomSampler."
+        )
+    return records
 
 
 def open_data(
@@ -54,7 +126,7 @@ def open_data(
     held_out: Any,
     settings: DataConfig = _DEFAULTS,
     *,
-    collate: Collate | None = None,
+    collates: Collates = (None, None),
 ) -> tuple[Records, Records | None]:
     """Training and held-out records of a task; complains about what cannot be read.
 
@@ -73,7 +145,7 @@ def open_data(
     if isinstance(held_out, str | Path):
         held_out = _held_out_split(prepared(held_out), listings) or prepared(held_out)
     if is_stream(data):
-        return _stream(data, held_out, settings, collate, listings)
+        return _stream(data, held_out, settings, collates, listings)
     if is_stream(held_out):
         raise TaskError(_HELD_OUT_STREAM)
     if settings.pass_records is not None or settings.shuffle_window is not None:
@@ -82,14 +154,14 @@ def open_data(
             "reached by their number are counted, and shuffled over the whole epoch."
         )
     data, held_out = _reachable([data, held_out], settings)
-    train = _records(data, "data", listings, collate)
+    train = _records(data, "data", listings, collates[0])
     if len(train) == 0:
         raise TaskError("Task: data is empty (0 records).")
     if held_out is None:
         return train, None
     if isinstance(held_out, float):
         return _set_aside(train, held_out)
-    kept = _records(held_out, "held_out", listings, collate)
+    kept = _records(held_out, "held_out", listings, collates[1])
     if len(kept) == 0:
         raise TaskError("Task: held_out is empty (0 records); leave it out to hold out nothing.")
     return train, kept
@@ -114,7 +186,7 @@ def _stream(
     data: Any,
     held_out: Any,
     settings: DataConfig,
-    collate: Collate | None,
+    collates: Collates,
     listings: Listings,
 ) -> tuple[Records, Records | None]:
     refuse_used_up(data, "data")
@@ -132,9 +204,9 @@ def _stream(
         )
     (held_out,) = _reachable([held_out], settings)
     train = StreamRecords(
-        data, collate, pass_records=settings.pass_records, window=settings.shuffle_window
+        data, collates[0], pass_records=settings.pass_records, window=settings.shuffle_window
     )
-    kept = None if held_out is None else _records(held_out, "held_out", listings, collate)
+    kept = None if held_out is None else _records(held_out, "held_out", listings, collates[1])
     return train, kept
 
 
@@ -171,7 +243,9 @@ def share(
 def _transferred(*given: Records | None) -> "list[WantedShards]":
     """What does not come from a local folder's own files."""
     sharded = [
-        r for r in given if not isinstance(r, Columns | Items | RecordSubset | StreamRecords | None)
+        r
+        for r in given
+        if not isinstance(r, Columns | Items | RecordSubset | SampledRecords | StreamRecords | None)
     ]
     if not sharded:
         return []
@@ -254,6 +328,18 @@ def _held_out_split(data: PreparedData, listings: Listings) -> PreparedData | No
     return None if named is None else replace(data, split=named)
 
 
+def _which_split(splits: Mapping[str, Any], where: str) -> TaskError:
+    """For a DatasetDict of Hugging Face."""
+    names = [str(name) for name in splits]
+    kept = next((name for name in names if name != "train"), None)
+    more = f", held_out=...[{kept!r}]" if where == "data" and kept else ""
+    first = "train" if where == "data" and "train" in names else kept or "train"
+    return TaskError(
+        f"Task: {where} is a {type(splits).__name__} with the splits {', '.join(names)}; choose "
+        f"one: {where}=...[{first!r}]{more}."
+    )
+
+
 def _records(data: Any, where: str, listings: Listings, collate: Collate | None) -> Records:
     if isinstance(data, PreparedData):
         if collate is not None:
@@ -267,6 +353,8 @@ def _records(data: Any, where: str, listings: Listings, collate: Collate | None)
 
         return ShardRecords(data, listing=listings(data.folder))
     if isinstance(data, Mapping):
+        if type(data).__module__.partition(".")[0] == "datasets":
+            raise _which_split(data, where)
         if not data:
             raise TaskError(f"Task: {where} is an empty dict; give columns of equal length.")
         columns = Columns(data, where)

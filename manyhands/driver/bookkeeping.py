@@ -190,6 +190,16 @@ class Bookkeeping:
             self.book.skip(step, why)
             self.event(events.Skipped(step=step, why=why))
 
+    def drew(self, worker: int, step: int, digest: str) -> None:
+        """A sampler of the user's own has run in a worker: it must give everybody the same."""
+        if (epoch := self.book.draw(step, digest)) is not None:
+            raise TaskError(
+                f"Task: the sampler gave worker {worker} other records for epoch {epoch} than it "
+                "gave before, or to others. It must follow from torch, numpy.random and random "
+                "alone, which are seeded for every epoch: not from the time, the process, a file "
+                "that changes, or the order of a set of strings."
+            )
+
     def recovered(self, incident: Incident) -> None:
         self.incidents += 1
         self.event(

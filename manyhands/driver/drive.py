@@ -11,10 +11,18 @@ from dataclasses import dataclass
 
 import msgspec
 
-from manyhands.accounting.ledger import Book, Opened, journal_of, new_book, old_book
+from manyhands.accounting.ledger import (
+    Book,
+    Opened,
+    SampledEpochs,
+    journal_of,
+    new_book,
+    old_book,
+)
 from manyhands.accounting.phases import phases_of
 from manyhands.data.open_data import make_ready, open_task
 from manyhands.data.reading.records import Records
+from manyhands.data.reading.sampled_records import SampledRecords
 from manyhands.driver.bookkeeping import Bookkeeping
 from manyhands.driver.live.command_socket import CommandSocket
 from manyhands.driver.live.live_requests import LiveRequests
@@ -122,21 +130,25 @@ def _write_down(
         left_over.unlink()
     parcel = ship_task.pack(job.loaded, launcher.fds[0], many=launcher.traits.many_hosts)
     launcher.hosts.load(parcel.end, job.run.root, job.config.recovery.host_s)
-    book, first_worker = _book(job, len(records), resume)
+    book, first_worker = _book(job, records, resume)
     books = Bookkeeping(job, made, resume, book)
     write_whole(job.run.config, config_text(job.loaded, job.config))
     records_of = records_in_hand(*data, job.config, phases_of(job.loaded.task))
     return _Written(parcel, books, first_worker, records_of)
 
 
-def _book(job: ResolvedRun, records: int, resume: int | None) -> tuple[Book, int]:
+def _book(job: ResolvedRun, records: Records, resume: int | None) -> tuple[Book, int]:
     """The ledger, opened or gone on with; and the number of the next worker."""
     train, path = job.config.train, job.run.ledger
     phases = phases_of(job.loaded.task)
-    opened = Opened(records, train.batch, train.micro_batch_size, train.seed, phases)
+    opened = Opened(len(records), train.batch, train.micro_batch_size, train.seed, phases)
+    sampled = None
+    if isinstance(records, SampledRecords):
+        journalled = records.sampling.digest(train.seed, 0) is not None
+        sampled = SampledEpochs(len(records.whole), records.sampling.told, journalled)
     if resume is None:
-        return new_book(path, opened, job.changes), 0
-    return old_book(path, opened, resume, job.given)
+        return new_book(path, opened, job.changes, sampled), 0
+    return old_book(path, opened, resume, job.given, sampled)
 
 
 def _see_to_its_end(

@@ -5,12 +5,14 @@ What was asked for is a request (values/run_options.py); whatever is alive comes
 """
 
 import time
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from manyhands.checkpoint.commit import FolderStorage, newest_good
+from manyhands.data.reading.loader_settings import LoaderSettings, loader_settings
 from manyhands.driver.task_files import load, name_of, refuse_changes, refuse_other, reload
 from manyhands.launch.engines.launcher import Launcher
 from manyhands.planning.pace.deadline import Aim, read_aim
@@ -78,15 +80,43 @@ class ResolvedRun:
 def resolve(request: RunRequest, attached: Attached) -> ResolvedRun:
     """A run that begins."""
     loaded, own = load(request.task, request.params)
-    config, given = own, request.config
+    given = request.config
+    said = _says_batch(given if given is not None else _raw_config(request.task, loaded), request)
+    loader = loader_settings(loaded.task, said=said)
+    config = own
     if given is not None:
-        config = given if isinstance(given, RunConfig) else from_dict(given)
+        config = (
+            given if isinstance(given, RunConfig) else from_dict(_with_batch(given, loader.batch))
+        )
     to = (
         local_folder(request.to, "a run")
         if request.to
         else new_run_path(Path("runs"), name_of(loaded))
     )
-    return _resolved(request, attached, RunDir(to), loaded, config)
+    resolved = _resolved(request, attached, RunDir(to), loaded, config, loader)
+    return replace(resolved, notes=loader.notes(resolved.config))
+
+
+def _with_batch(config: Mapping[str, Any], batch: int | None) -> Mapping[str, Any]:
+    if batch is None or not isinstance(config.get("train", {}), Mapping):
+        return config
+    return {**config, "train": {"batch": batch, **config.get("train", {})}}
+
+
+def _says_batch(config: Any, request: RunRequest) -> bool:
+    """Whether somebody has chosen train.batch. (Not: 128, in a `RunConfig`.)"""
+    if any(setting.partition("=")[0].strip() == "train.batch" for setting in request.settings):
+        return True
+    if isinstance(config, RunConfig):
+        return config.train.batch != RunConfig().train.batch
+    return isinstance(config, Mapping) and "batch" in config.get("train", {})
+
+
+def _raw_config(task: Any, loaded: Loaded) -> Any:
+    """The config that came with a task, as it was written."""
+    if isinstance(task, str | Path) and Path(task).suffix == ".toml":
+        return tomllib.loads(Path(task).read_text())
+    return getattr(loaded.module, "config", None)
 
 
 def resolve_again(
@@ -112,12 +142,19 @@ def _resolved(
     run: RunDir,
     loaded: Loaded,
     config: RunConfig,
+    loader: LoaderSettings | None = None,
 ) -> ResolvedRun:
+    """`loader`: what settings are, if nobody has said anything."""
+    first = list[str]()
+    if loader is not None and loader.batch is not None:
+        first.append(f"train.batch={loader.batch}")
+    if loader is not None and loader.readers is not None and config.data.readers == "auto":
+        first.append(f"data.readers={loader.readers}")
     workers, aim = _how_many(request, request.asked)
     return ResolvedRun(
         run=run,
         loaded=loaded,
-        config=config.with_settings(request.settings),
+        config=config.with_settings([*first, *request.settings]),
         workers=workers,
         aim=aim,
         on_step=attached.on_step,

@@ -39,6 +39,7 @@ from manyhands.values.messages import (
     Beat,
     Begun,
     Break,
+    Drew,
     FromSupervisor,
     FromWorker,
     Halt,
@@ -294,11 +295,11 @@ class Supervisor:
             self.channel.router.refuse()
             return
         # These may be read after its end was seen.
-        last_words = Begun | Beat | Scored | Trouble | Notice | Passed | Left | Written
+        last_words = Begun | Beat | Scored | Trouble | Notice | Passed | Drew | Left | Written
         if worker.phase == "gone" and not isinstance(message, last_words):
             return
         self.liveness.heard(worker.number)
-        always = Hello | Trouble | Written | StoreFile | ReadFile | Notice | Leaving | Beat
+        always = Hello | Trouble | Written | StoreFile | ReadFile | Notice | Leaving | Beat | Drew
         if message.generation < generation and not isinstance(message, always):
             return  # of a view that is over, or sent before there was one
         why = objection(now, worker, message, steps=self._steps, views=self.views)
@@ -357,6 +358,8 @@ class Supervisor:
                 self.books.event(events.Warned(text=text))
             case Passed(step=step, why=why):
                 self.books.skipped(step, why)
+            case Drew(step=step, digest=digest):
+                self.books.drew(worker.number, step, digest)
             case Left():
                 worker.left = message
                 now.step = max(now.step, message.step)

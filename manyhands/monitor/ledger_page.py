@@ -53,6 +53,10 @@ def _verdict(proof: Proof) -> str:
         else:
             said.append(f"epoch {e.epoch + 1}: {e.consumed} of {e.of} so far")
     text = "; ".join(said) or "no step was committed yet"
+    if (sampled := proof.sampled) is not None:
+        text += f"\npositions are {sampled.how} (of {_count(sampled.records, 'record')})"
+        if sampled.journalled:
+            text += ", as was journalled for every epoch"
     extra = [_count(proof.steps, "step"), _count(len(proof.by_worker), "worker")]
     if proof.rewinds:
         back = ", ".join(str(step) for step in proof.rewinds[-MOST_ROWS:])

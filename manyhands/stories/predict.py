@@ -18,6 +18,7 @@ import pyarrow as pa
 from manyhands.data.mapreduce.ordered_tasks import in_order
 from manyhands.data.open_data import open_task
 from manyhands.data.preparing.recipe import choice, read_on_error
+from manyhands.data.reading.sampled_records import each_once
 from manyhands.data.serving.encode_records import RawWork
 from manyhands.data.serving.stored_encoders import Serving
 from manyhands.data.sources.cutting.source import Bad
@@ -214,7 +215,7 @@ def _of_own(
 ) -> tuple[Loaded, Wishes, list[RecordsWork]]:
     loaded = replace(loaded, task=own.task)
     data, held_out = open_task(own.task, config)
-    records = held_out if own.held_out else data
+    records = held_out if own.held_out else each_once(data)
     if records is None:
         raise TaskError("the task holds no records out; say of which to predict.")
     wishes = msgspec.structs.replace(wishes, held_out=own.held_out, files=own.files, keep=())

@@ -173,6 +173,12 @@ def _compare(run: RunDir, again: RunDir, found: Replayed) -> Replayed:
             found.differences.append(
                 f"step {step}: the loss was {then[step]!r}, now it is {found.losses[step]!r}"
             )
+    drawn_then, drawn_now = (ledger.drawn(ledger.read(r.ledger)) for r in (run, again))
+    found.differences.extend(
+        f"epoch {epoch}: the sampler gave other records than then"
+        for epoch in sorted(drawn_then.keys() & drawn_now.keys())
+        if drawn_then[epoch] != drawn_now[epoch]
+    )
     then_saved = saved_steps(run) | set(FolderStorage(run).steps())
     common = then_saved & set(FolderStorage(again).steps())
     for step in sorted(s for s in common if s > found.first):

@@ -294,6 +294,15 @@ class Passed(Message, frozen=True):
     why: Words
 
 
+class Drew(Message, frozen=True):
+    """A sampler of the user's own was run for the epoch of this step."""
+
+    worker: Small
+    step: Natural
+    digest: Name
+    """Of the records that it gave."""
+
+
 class Left(Message, frozen=True):
     """Training is done here; everything is written."""
 
@@ -411,6 +420,7 @@ FromWorker = (
     | Testimony
     | Notice
     | Passed
+    | Drew
     | Left
 )
 FromSupervisor = View | Reply | Answer | Halt | SaveNow | Break

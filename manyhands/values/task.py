@@ -100,6 +100,17 @@ class Task:
     """`collate(records)`: the list of a micro-batch's records (of `data` and of `held_out`) → a
     batch. Left out: as torch's DataLoader does by default."""
 
+    sampler: Any = None
+    """Which records an epoch visits: a torch Sampler or any iterable of record numbers (run once an
+    epoch, under a seed of its own), `mh.balanced(labels)`, or "balanced". Left out: each once."""
+
+    weights: Any = None
+    """Instead of a sampler, one number for each record: they are drawn with chances in proportion
+    to it, as many as there are."""
+
+    replacement: bool = True
+    """Of `weights`: whether a record may be drawn again in the same epoch."""
+
     predict: "Callable[[Module, Any], tuple[Tensor, Tensor]] | None" = None
     """`predict(model, batch)`: predictions and targets, one row per record."""
 
@@ -141,6 +152,10 @@ class Task:
             raise TaskError(
                 "Task: data is missing; give a dict of tensors, a Dataset or a prepared folder."
             )
+        if self.sampler is not None and self.weights is not None:
+            raise TaskError("Task: sampler and weights are both given; leave one of them out.")
+        if not self.replacement and self.weights is None:
+            raise TaskError("Task: replacement=False is for weights=, which are not given.")
         if self.scores and self.predict is None:
             raise TaskError(
                 "Task: scores need predict=lambda model, batch: (predictions, targets)."

@@ -22,6 +22,7 @@ from manyhands.data.columns.schema import RECORD_BITS
 from manyhands.data.open_data import open_task
 from manyhands.data.ordering.epoch_order import RecordVisit
 from manyhands.data.reading.records import Records
+from manyhands.data.reading.sampled_records import each_once
 from manyhands.data.serving.encode_records import (
     EncodedBatches,
     EncodedPiece,
@@ -157,7 +158,7 @@ class Predictor:
         """The records of the task itself."""
         if self._own is None:
             data, held_out = open_task(self._task, self._config)
-            found = held_out if self._wishes.held_out else data
+            found = held_out if self._wishes.held_out else each_once(data)
             if found is None:
                 raise TaskError(
                     "the task holds no records out, so there is nothing to predict; give files."

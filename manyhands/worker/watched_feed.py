@@ -10,6 +10,7 @@ import torch
 from manyhands.accounting.deal_micro_batches import Cut, MicroBatch
 from manyhands.data.reading.micro_batch_feed import MicroBatchFeed, on_device
 from manyhands.launch.wire.control_channel import WorkerChannel
+from manyhands.values.messages import Drew
 from manyhands.worker.readers.read_ahead import ReadAhead
 
 
@@ -35,6 +36,8 @@ class WatchedFeed:
         self.moment, self.drag, self.twice = moment, drag, twice
         self._took: dict[int, float] = {}
         """Seconds, by micro-batch of the step: the first time."""
+        self._told = -1
+        """The epoch of whose draw it was told last."""
 
     def cut(self, step: int) -> Cut:
         return self.feed.cut(step)
@@ -43,6 +46,7 @@ class WatchedFeed:
         heartbeat = self.line.heartbeat
         heartbeat.step = step.step
         self.moment("begin")
+        self._tell_of_draw(step)
         mine = list(indices)
         for k, index in enumerate(mine):
             self.line.stop_if_broken()
@@ -57,6 +61,14 @@ class WatchedFeed:
             if not self.twice:
                 heartbeat.did(self._took[index], micro_batch.records)
         heartbeat.begin("batch_loss" if self.twice else "update", step.step)
+
+    def _tell_of_draw(self, step: Cut) -> None:
+        """Before anything of an epoch is read that the user's own sampler draws."""
+        if step.epoch != self._told:
+            self._told = step.epoch
+            if (digest := self.feed.drawn(step.epoch)) is not None:
+                worker = self.line.heartbeat.worker
+                self.line.send(Drew(worker=worker, step=step.step, digest=digest))
 
     def batch_loss(self, step: Cut) -> None:
         """The embeddings of the whole batch are here."""

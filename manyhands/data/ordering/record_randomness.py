@@ -123,12 +123,12 @@ def _normal_quantile(p: NDArray[np.float64]) -> NDArray[np.float64]:
     found = centred * _ratio(_CENTRE, square)
     tail = np.abs(centred) > 0.5 - _TAIL
     side = centred[tail]
-    q = np.sqrt(-2.0 * _log(0.5 - np.abs(side)))
+    q = np.sqrt(-2.0 * logarithm(0.5 - np.abs(side)))
     found[tail] = np.where(side < 0, 1.0, -1.0) * _ratio(_TAILS, q)
     return found
 
 
-def _log(x: NDArray[np.float64]) -> NDArray[np.float64]:
+def logarithm(x: NDArray[np.float64]) -> NDArray[np.float64]:
     """The logarithm, from operations that every processor rounds alike."""
     mantissa, exponent = np.frexp(x)
     s = (mantissa - 1.0) / (mantissa + 1.0)

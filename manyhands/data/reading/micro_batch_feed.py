@@ -23,6 +23,7 @@ from manyhands.accounting.phases import Phases
 from manyhands.data.columns.array_types import Positions
 from manyhands.data.ordering.epoch_order import Order, RecordVisit
 from manyhands.data.reading.records import Records
+from manyhands.data.reading.sampled_records import SampledRecords
 from manyhands.data.reading.stream_records import StreamRecords
 
 Seeder = Callable[..., None]
@@ -102,6 +103,12 @@ class MicroBatchFeed:
     def ids(self, step: Cut, index: int) -> Sequence[int]:
         """Which records micro-batch `index` of a step holds, in the user's numbering."""
         return self.records.names(self._records_at(step.epoch, step.positions(index)))
+
+    def drawn(self, epoch: int) -> str | None:
+        """A digest of what the user's own sampler gave for an epoch, where there is one."""
+        if not isinstance(self.records, SampledRecords):
+            return None
+        return self.records.sampling.digest(self.seed, epoch)
 
     def _records_at(self, epoch: int, positions: range) -> Positions:
         """The epoch's order at these positions, from a window that is computed now and then."""

@@ -18,6 +18,7 @@ from manyhands.values.messages import (
     Beat,
     Begun,
     Built,
+    Drew,
     FromWorker,
     Hello,
     Left,
@@ -33,7 +34,7 @@ from manyhands.values.messages import (
 )
 from manyhands.values.work_in_hand import WorkInHand
 
-FromMembers = Begun | Ready | Measured | RoundPart | Scored | Testimony | Passed | Left
+FromMembers = Begun | Ready | Measured | RoundPart | Scored | Testimony | Passed | Drew | Left
 
 
 def objection(

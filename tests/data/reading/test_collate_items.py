@@ -47,7 +47,7 @@ def test_records_that_fit_together_are_not_blamed() -> None:
 def test_a_prepared_folder_has_no_collate(tmp_path: Path) -> None:
     write_folder(tmp_path / "made", {"train": [mixed_table(5)]})
     with pytest.raises(TaskError, match=r"prepared folder.*pad=, stack=, transform="):
-        open_data(str(tmp_path / "made"), None, collate=lambda records: records)
+        open_data(str(tmp_path / "made"), None, collates=(lambda records: records, None))
 
 
 def test_many_at_once_must_be_as_many() -> None:
@@ -114,7 +114,7 @@ def test_held_out_records_are_collated_alike(launcher: Launcher, tmp_path: Path)
         found.append((report.fingerprint, report.scores))
         assert mh.evaluate(tmp_path / f"{workers}", given) == report.scores
     assert found[0] == found[1]
-    _, held = open_data(SENTENCES, 0.25, collate=padded)
+    _, held = open_data(SENTENCES, 0.25, collates=(padded, padded))
     assert held is not None
     expected = sum(len(SENTENCES[i]) for i in held.names(np.arange(10)))
     assert found[0][1]["seen"] == expected
