@@ -315,15 +315,16 @@ class Running(Watched):
 
 def paused(task: Task, while_there: Path, pause_s: float) -> Task:
     """The same training, slowly, for as long as that file is there."""
-    inner = task.loss
-    assert inner is not None
+    name = "loss" if task.embed is None else "embed"
+    inner = getattr(task, name)
+    assert callable(inner)
 
-    def loss(model: Any, batch: Any) -> Any:
+    def slowly(model: Any, batch: Any) -> Any:
         if while_there.exists():
             time.sleep(pause_s)
         return inner(model, batch)
 
-    return replace(task, loss=loss)
+    return replace(task, **{name: slowly})
 
 
 # ---- processes
