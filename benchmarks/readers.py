@@ -2,7 +2,7 @@
 """Data that takes as long to fetch as a step takes to compute: our readers beside a DataLoader's
 workers under DDP (gloo), as many of them; two workers of one thread.
 
-    python benchmarks/readers.py [--quick] [--only cnn] [--fetching waits] [--rounds 3] [--json FILE]
+    python benchmarks/readers.py [--quick] [--only cnn] [--fetching waits] [--rounds 3]
 
     ddp-0, manyhands-0    nobody fetches ahead
     ddp-2, manyhands-2    DataLoader(num_workers=2) of each rank, data.readers=2 of each worker

@@ -148,6 +148,26 @@ def test_a_worker_that_hangs_on_another_host(go: Go, calm: Calm, hosts: tuple[Ho
 
 
 @pytest.mark.slow
+def test_readers_are_where_their_workers_are(go: Go, calm: Calm, hosts: tuple[Host, ...]) -> None:
+    """One is killed on each host, and then a worker."""
+    a, b, _, _ = hosts
+    run = go({b: 2}, "augmented", "data.readers=1")
+    run.now()
+    nurseries = [child for worker in members(run) for child in children_of(worker)]
+    readers = [child for nursery in nurseries for child in children_of(nursery)]
+    assert len(on(a, readers)) == 1 and len(on(b, readers)) == 2
+    kill(on(a, readers)[0], on(b, readers)[0])
+    run.step()
+    kill(on(b, members(run))[0])
+    run.view_of(3)
+    assert run.finish() == calm("augmented")
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.slow
 def test_a_killed_daemon(go: Go, calm: Calm, warm: Warm, hosts: tuple[Host, ...]) -> None:
     """All on its host die with it. Another can be started there, and takes part."""
     _, b, c, _ = hosts
