@@ -16,6 +16,7 @@ from manyhands.training.collective.shared_memory import SharedMemory, SharedRoom
 from manyhands.training.collective.sockets import Sockets
 from manyhands.training.collective.torch_group import DeviceSlots, TorchGroup
 from manyhands.training.collective.two_level import TwoLevel
+from manyhands.training.compute.checkpointed_modules import checkpoint_modules
 from manyhands.training.compute.seeds import seed_everything
 from manyhands.training.state.build_optimizer import build_optimizer, build_schedules
 from manyhands.training.state.layout import Lanes
@@ -57,6 +58,8 @@ def replica(
     """
     seed_everything(train.seed, "model")
     model = build_model(task.model).to(device).train()
+    if train.checkpointed:
+        checkpoint_modules(model, train.checkpointed)
     optimizer = build_optimizer(task, model)
     return Replica(
         model,

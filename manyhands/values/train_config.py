@@ -44,6 +44,11 @@ class TrainConfig:
     precision: Literal["fp32", "bf16", "fp16"] = setting("fp32", "weights")
     """"bf16" runs forward under autocast. "fp16" would need a loss scaler and is refused."""
 
+    checkpoint_activations: tuple[str, ...] | str | None = setting(None, "weights")
+    """Modules that keep no activations, which backward computes again, to save memory: names, or
+    patterns in which `*` stands for one part, as in ["layers.*"]. Gradients have the bits that they
+    have without it, except where a weight is used by several of them."""
+
     threads: int = setting(1, "weights")
     """Threads in each worker. Part of the result: it changes how a matrix product is rounded."""
 
@@ -142,6 +147,12 @@ class TrainConfig:
                 f'train.collective = "{self.collective}" works on the CPU; with train.device = '
                 '"cuda" use "nccl" or "auto".'
             )
+
+    @property
+    def checkpointed(self) -> tuple[str, ...]:
+        """The patterns of `checkpoint_activations`."""
+        given = self.checkpoint_activations or ()
+        return (given,) if isinstance(given, str) else given
 
     @property
     def micro_batch_size(self) -> int:
