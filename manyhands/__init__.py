@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from manyhands.stories.prepare import prepare
     from manyhands.stories.replay import replay
     from manyhands.stories.train import resume, train
+    from manyhands.training.warmup import steps_per_epoch, warmup
 
 __version__ = VERSION
 
@@ -61,7 +62,9 @@ __all__ = [
     "replay",
     "report",
     "resume",
+    "steps_per_epoch",
     "train",
+    "warmup",
 ]
 
 _LATER = {
@@ -77,7 +80,9 @@ _LATER = {
     "replay": "manyhands.stories.replay",
     "report": "manyhands.stories.load",
     "resume": "manyhands.stories.train",
+    "steps_per_epoch": "manyhands.training.warmup",
     "train": "manyhands.stories.train",
+    "warmup": "manyhands.training.warmup",
 }
 
 

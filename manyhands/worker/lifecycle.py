@@ -32,6 +32,7 @@ from manyhands.training.collective.handshake import PeerListener
 from manyhands.training.compute.kernel_marks import fix_kernels, kernels_here
 from manyhands.training.compute.nondeterminism import PlainState
 from manyhands.training.state.param_groups import groups_to_json
+from manyhands.training.state.rate_after_epoch import rates_ahead
 from manyhands.training.state.sharded_optimizer import without_dynamo
 from manyhands.training.sync.sync import Place
 from manyhands.values import errors
@@ -218,6 +219,9 @@ class TrainingWorker:
             train = self.orders.config.train
             for note in compare_workers.notes(self.replica, parts.task, train, built):
                 self.tell(note)
+            if not view.restore:
+                for line in rates_ahead(self.replica.schedules, parts.feed.feed.batches_per_epoch):
+                    self.tell(line)
             self.hooks.plain = PlainState(self.replica.model)
 
     def _look_after_data(self, view: View, parts: WorkerParts) -> None:

@@ -67,7 +67,11 @@ class MicroBatchFeed:
     def epochs_done(self, step: int) -> float:
         """By the steps before `step`."""
         done = self.phases.batches_before(step) if self.phases else step
-        return done / steps_per_epoch(len(self.records), self.batch)
+        return done / self.batches_per_epoch
+
+    @property
+    def batches_per_epoch(self) -> int:
+        return steps_per_epoch(len(self.records), self.batch)
 
     def micro_batches(self, step: Cut, indices: Iterable[int]) -> Iterator[MicroBatch]:
         """These micro-batches of a step, fetched one at a time as they are asked for."""
