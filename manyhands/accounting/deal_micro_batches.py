@@ -96,6 +96,13 @@ def cut(
     return Cut(step, epoch, start, cut_sizes(stop - start, micro_batch), first)
 
 
+def epochs_done(
+    step: int, *, records: int, batch: int, phases: Phases | None = None, micro_batch: int = 1
+) -> float:
+    """By the steps before `step`."""
+    return (phases.batches_before(step) if phases else step) / steps_per_epoch(records, batch)
+
+
 def ends_epoch(step: int, *, records: int, batch: int, phases: Phases | None = None) -> bool:
     """Whether all of an epoch is done after step `step`."""
     done = phases.batches_before(step + 1) if phases else step + 1

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from manyhands.accounting import ledger
+from manyhands.accounting.deal_micro_batches import epochs_done
 from manyhands.checkpoint.commit import FileRecord, FolderStorage, StepManifest, to_delete
 from manyhands.checkpoint.safetensors_files import fingerprint
 from manyhands.checkpoint.step_files import MODEL
@@ -93,7 +94,7 @@ class Bookkeeping:
         self.progress = Progress(
             step=first_step,
             total_steps=made.steps.value,
-            steps_per_epoch=made.steps_per_epoch,
+            epoch=self._epochs(first_step),
             batch=job.config.train.batch,
             workers=made.workers.value,
         )
@@ -112,6 +113,10 @@ class Bookkeeping:
             )
         )
 
+    def _epochs(self, step: int) -> float:
+        """How many are done."""
+        return epochs_done(step, **self.book.opened.shape)
+
     # ---- what the supervisor tells
 
     def event(self, event: events.AnyEvent) -> None:
@@ -124,6 +129,7 @@ class Bookkeeping:
         self.speed.measure(beat.records)
         self.progress.samples_per_s = self.speed.lately
         self.progress.step, self.progress.loss = beat.step, beat.loss
+        self.progress.epoch = self._epochs(beat.step)
         self.losses = {beat.step: beat.loss}
         self.outputs.progress(self.progress)
         for record in beat.steps:
@@ -312,7 +318,7 @@ class Bookkeeping:
         report = Report(
             run=str(self.job.run.root),
             step=step,
-            epochs=step / self.plan.steps_per_epoch,
+            epochs=self._epochs(step),
             because=done.leader.because,
             loss=loss,
             scores=scores,

@@ -35,7 +35,7 @@ class Progress:
 
     step: int = 0
     total_steps: int = 1
-    steps_per_epoch: int | float = 1
+    epoch: float = 0.0
     loss: float = math.nan
     samples_per_s: float = 0.0
     batch: int = 1
@@ -50,7 +50,7 @@ class Progress:
     def line(self) -> str:
         hands = f"{self.workers} worker" + "s" * (self.workers != 1)
         return (
-            f"step {self.step}/{self.total_steps}  epoch {self.step / self.steps_per_epoch:.2f}  "
+            f"step {self.step}/{self.total_steps}  epoch {self.epoch:.2f}  "
             f"loss {self.loss:.4f}  {_thousands(self.samples_per_s)} samples/s  "
             f"{hands}  {duration(self.eta_s)} left"
         )

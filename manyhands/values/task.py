@@ -214,6 +214,11 @@ def see_that_phases_fit(task: Task) -> None:
                 )
             if field_name in ("optimizer", "loss", "schedule") and not callable(value):
                 raise TaskError(f"Task: {field_name}[{name!r}] is not a function.")
+    if task.held_out is not None and not task.scores:
+        raise TaskError(
+            "Task: of several losses none is that of the whole, so held_out needs scores=... to be "
+            "scored by. Give some, or leave held_out out."
+        )
     _see_that_rounds_are_taken(names, task.every, task.offset)
 
 

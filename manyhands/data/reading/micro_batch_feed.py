@@ -17,6 +17,7 @@ from manyhands.accounting.deal_micro_batches import (
     MicroBatch,
     cut,
     ends_epoch,
+    epochs_done,
     steps_per_epoch,
 )
 from manyhands.accounting.phases import Phases
@@ -66,8 +67,7 @@ class MicroBatchFeed:
 
     def epochs_done(self, step: int) -> float:
         """By the steps before `step`."""
-        done = self.phases.batches_before(step) if self.phases else step
-        return done / self.batches_per_epoch
+        return epochs_done(step, records=len(self.records), batch=self.batch, phases=self.phases)
 
     @property
     def batches_per_epoch(self) -> int:
