@@ -311,7 +311,7 @@ def by_hand(task: Any, steps: int) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_the_example_is_its_plain_version(workers: int, launcher: Launcher, tmp_path: Path) -> None:
-    path = Path(mh.__file__).parent.parent / "examples" / "09_two_towers.py"
+    path = Path(mh.__file__).parent.parent / "examples" / "14_two_towers.py"
     faults = FaultPlan().kill(rank=1, at_step=3, at="batch_loss") if workers == 3 else FaultPlan()
     report = mh.train(
         path,

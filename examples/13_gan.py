@@ -3,7 +3,7 @@
 
 The critic takes a step in every round, the generator in every third. Both see the same batch.
 
-manyhands train examples/10_gan.py --to runs/gan --workers 2 --set train.epochs=2
+manyhands train examples/13_gan.py --to runs/gan --workers 2 --set train.epochs=2
 """
 
 from typing import Any

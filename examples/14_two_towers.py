@@ -5,7 +5,7 @@ Every half is told from the 63 others of its batch, whichever workers computed t
 of all micro-batches are gathered, and the loss is taken once, over the whole batch. How strictly it
 judges is a temperature that is learned too.
 
-manyhands train examples/09_two_towers.py --to runs/halves --workers 2
+manyhands train examples/14_two_towers.py --to runs/halves --workers 2
 """
 
 from typing import Any
