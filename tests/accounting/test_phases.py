@@ -102,11 +102,14 @@ def test_an_epoch_has_as_many_steps_as_it_takes() -> None:
     assert str(phases) == "d, g (every 2 rounds)"
 
 
+def loss(model: object, batch: object) -> object: ...
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"loss": lambda m, b: 0}, "each needs a loss of its own: loss={'d': ..., 'g': ...}"),
-        ({"loss": {"d": len}}, "each needs a loss of its own"),
+        ({"loss": loss}, "each needs a loss of its own: loss={'d': ..., 'g': ...}"),
+        ({"loss": {"d": loss}}, "each needs a loss of its own"),
         ({"schedule": len}, "schedule is a dict"),
         ({"schedule": {"e": len}}, "schedule speaks of 'e'; the optimizers are d, g"),
         ({"every": {"g": 0}}, "every['g'] is 0"),
@@ -114,13 +117,13 @@ def test_an_epoch_has_as_many_steps_as_it_takes() -> None:
         ({"every": {"g": 2, "d": 2}}, "in round 1 (and every 2 after it) no optimizer is due"),
         ({"every": {"g": 101, "d": 103}}, "10,403 rounds"),
         ({"optimizer": {}}, "names each optimizer"),
-        ({"optimizer": len, "loss": len, "every": {"g": 2}}, "every is for several optimizers"),
+        ({"optimizer": len, "loss": loss, "every": {"g": 2}}, "every is for several optimizers"),
         ({"optimizer": {"d": 3, "g": len}}, "optimizer['d'] is not a function"),
         ({"schedule_every": "epochs"}, "schedule_every is 'epochs'"),
     ],
 )
 def test_phases_that_make_no_sense_are_refused(given: dict[str, object], said: str) -> None:
-    whole = {"optimizer": {"d": len, "g": len}, "loss": {"d": len, "g": len}, **given}
+    whole = {"optimizer": {"d": len, "g": len}, "loss": {"d": loss, "g": loss}, **given}
     with pytest.raises(TaskError) as refusal:
-        Task(model=len, data={"x": [1]}, **whole)  # type: ignore[arg-type]
+        Task(model=dict, data={"x": [1]}, **whole)  # type: ignore[arg-type]
     assert said in str(refusal.value)
