@@ -11,10 +11,17 @@ import manyhands as mh
 
 work = WORKS[os.environ["BENCHMARK_WORK"]]
 
+
+def clip(model: torch.nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.clamp_(-0.5, 0.5)
+
+
 task = mh.Task(
     model=work.model,
     loss=work.loss,
     optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True),
     schedule=lambda optimizer: Clock(),
+    after_step=clip if os.environ.get("BENCHMARK_AFTER") == "clip" else None,
     data=work.data(),
 )
