@@ -13,7 +13,14 @@ from typing import Any
 
 from manyhands.checkpoint.commit import FolderStorage, newest_good
 from manyhands.data.reading.loader_settings import LoaderSettings, loader_settings
-from manyhands.driver.task_files import load, name_of, refuse_changes, refuse_other, reload
+from manyhands.driver.task_files import (
+    load,
+    name_of,
+    refuse_changes,
+    refuse_other,
+    reload,
+    warning_notes,
+)
 from manyhands.launch.engines.launcher import Launcher
 from manyhands.planning.pace.deadline import Aim, read_aim
 from manyhands.planning.planner import read_workers
@@ -162,6 +169,7 @@ def _resolved(
         quiet=request.quiet,
         faults=attached.faults or FaultPlan(),
         asked=request.asked,
+        notes=warning_notes(loaded),
     )
 
 

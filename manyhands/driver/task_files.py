@@ -24,6 +24,7 @@ from manyhands.values.errors import (
     TaskError,
 )
 from manyhands.values.loaded_task import Loaded, load_task
+from manyhands.values.printable_text import one_line, printable
 from manyhands.values.run_folder import RunDir, open_run, write_whole
 from manyhands.values.shell_commands import command_line
 from manyhands.values.task import Task
@@ -113,6 +114,7 @@ def reload(
         records, _ = open_task(loaded.task, config)
         if sampled_digest(records) != note.data:
             notes.append("the training data is not what the run began with; results may differ")
+    notes += warning_notes(loaded)
     for name, version in _versions().items():
         if note.versions.get(name) != version:
             notes.append(_other_version(name, note.versions.get(name), version))
@@ -128,11 +130,22 @@ def describe_run(run: RunDir, loaded: Loaded, config: RunConfig, records: Record
     write_whole(run.task / "task.json", msgspec.json.format(msgspec.json.encode(note)))
     if source is not None:
         write_whole(run.task / source.name, loaded.text)
+    if loaded.warned:
+        kept = printable("\n".join(loaded.warned) + "\n")
+        write_whole(run.root / "logs" / "task-file.log", kept)
     if (data := prepared_of(loaded.task.data, config.data)) is not None:
         # Arrow is not needed by others.
         from manyhands.data.serving.stored_encoders import store_encoders
 
         store_encoders(data.folder, run.encoders)
+
+
+def warning_notes(loaded: Loaded) -> list[str]:
+    """How often the task's own code warned while it was loaded, and the first of them."""
+    if not (count := len(loaded.warned)):
+        return []
+    times = "once" if count == 1 else f"{count} times; first"
+    return [f"the task's own code warned {times}: {one_line(loaded.warned[0])}"]
 
 
 def config_text(loaded: Loaded, config: RunConfig) -> str:

@@ -5,6 +5,7 @@ import hashlib
 import importlib.util
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
@@ -34,6 +35,8 @@ class Loaded:
     text: str = ""
     params: Params = field(default_factory=dict[str, Any])
     """What its function was called with, where it is made by one."""
+    warned: tuple[str, ...] = ()
+    """What its code warned of meanwhile."""
 
     @property
     def sha256(self) -> str:
@@ -56,12 +59,13 @@ def load_task(path: Path, params: Params | None = None) -> Loaded:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[MODULE_NAME] = module
-    with _as_a_program(path, "the task file {} could not be run."):
+    warned: list[str] = []
+    with _as_a_program(path, "the task file {} could not be run.", warned):
         spec.loader.exec_module(module)
     task, given = getattr(module, "task", None), dict(params or {})
     if callable(task) and not isinstance(task, Task):
         given = settled(task, given, path)
-        task = _made(task, given, path)
+        task = _made(task, given, path, warned)
     elif given:
         raise no_params(given, path)
     if not isinstance(task, Task):
@@ -74,11 +78,11 @@ def load_task(path: Path, params: Params | None = None) -> Loaded:
         config = from_dict(config)
     if not isinstance(config, RunConfig | None):
         raise TaskError(f"{path}: `config` is {type(config).__name__}, not mh.RunConfig or a dict.")
-    return Loaded(task, config, path, module, text, given)
+    return Loaded(task, config, path, module, text, given, tuple(warned))
 
 
-def _made(function: Callable[..., Any], params: Params, path: Path) -> Task:
-    with _as_a_program(path, "task() of {} could not be run."):
+def _made(function: Callable[..., Any], params: Params, path: Path, warned: list[str]) -> Task:
+    with _as_a_program(path, "task() of {} could not be run.", warned):
         made = called(function, params)
     if isinstance(made, Task):
         return made
@@ -89,9 +93,16 @@ def _made(function: Callable[..., Any], params: Params, path: Path) -> Task:
 
 
 @contextmanager
-def _as_a_program(path: Path, failed: str) -> Generator[None]:
-    """The user's own code, as `python file.py` would run it: without any arguments of ours."""
+def _as_a_program(path: Path, failed: str, warned: list[str]) -> Generator[None]:
+    """The user's own code, as `python file.py` would run it: without any arguments of ours. What it
+    warns of (and does not filter) is kept in `warned`, out of what we print."""
     before, sys.argv = sys.argv, [str(path)]
+    show = warnings.showwarning
+
+    def keep(message: Any, category: Any, filename: str, lineno: int, *_: Any) -> None:
+        warned.append(f"{filename}:{lineno}: {category.__name__}: {message}")
+
+    warnings.showwarning = keep
     try:
         with redirect_stdout(sys.stderr):  # what a command prints may be read by a program
             yield
@@ -105,6 +116,8 @@ def _as_a_program(path: Path, failed: str) -> Generator[None]:
         raise TaskError(f"{failed.format(path)}\n{user_traceback(error, path)}{hint}") from error
     finally:
         sys.argv = before
+        if warnings.showwarning is keep:
+            warnings.showwarning = show
 
 
 ARGUMENTS = (

@@ -25,7 +25,7 @@ from manyhands.data.encoding.fitted_encoders import (
     Stacked,
 )
 from manyhands.data.encoding.vocabulary import KnownValue
-from manyhands.data.reading.batch_columns import batch_columns
+from manyhands.data.reading.batch_columns import batch_columns, with_features_named
 from manyhands.data.reading.prepared_data import PreparedData
 from manyhands.data.shards.manifest import Manifest, read_manifest, write_manifest
 from manyhands.data.shards.prepared_url import FolderOrUrl
@@ -125,7 +125,8 @@ def lend_encoders(serving: Serving, to: Path) -> None:
 def read_stored(folder: Path, data: PreparedData) -> Serving:
     """As it was kept; of runs from before that, as the prepared folder has it now."""
     where = folder if (folder / MANIFEST).exists() else data.folder
-    return Serving(read_manifest(where), data)
+    manifest = read_manifest(where)
+    return Serving(manifest, with_features_named(data, manifest.schema))
 
 
 def same_encoders(manifest: Manifest, other: Manifest) -> bool:

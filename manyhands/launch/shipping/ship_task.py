@@ -160,7 +160,10 @@ def unpack(parcel: Parcel, fd: int) -> Task:
     search_path(parcel.path)
     apply_settings(parcel.settings)
     if parcel.source is not None:
-        return load_task(Path(parcel.source), parcel.params).task
+        loaded = load_task(Path(parcel.source), parcel.params)
+        for text in loaded.warned:  # into this worker's log
+            print(text, file=sys.stderr)
+        return loaded.task
     # Copy-on-write: writable for code that insists, private to this worker.
     writable = mmap.PROT_READ | mmap.PROT_WRITE
     everything = memoryview(mmap.mmap(fd, parcel.end, flags=mmap.MAP_PRIVATE, prot=writable))

@@ -24,6 +24,7 @@ from manyhands.data.reading.micro_batch_feed import MicroBatchFeed, held_out_bat
 from manyhands.data.reading.prepared_data import PreparedData, prepared
 from manyhands.data.reading.records import sampled_digest
 from manyhands.data.reading.shard_records import ShardRecords
+from manyhands.data.serving.stored_encoders import read_stored
 from manyhands.data.shards.shard_columns import Ragged
 from manyhands.launch.engines.launcher import Launcher
 from manyhands.training.compute.seeds import seed_everything
@@ -185,6 +186,7 @@ def test_all_numeric_features_are_stacked_without_naming_them(tmp_path: Path) ->
     assert batch["x"].shape == (5, 2) and batch["x"].dtype == torch.float32
     assert torch.equal(batch["x"], again["x"])
     assert batch.keys() == again.keys() == {"_id", "job", "pay", "y", "x"}
+    assert read_stored(tmp_path / "data", data).data == named  # and so has predicting
     with pytest.raises(DataError, match="no stack 'z'; there are: x"):
         data.names_in("z")
     with pytest.raises(DataError, match=r"x is 'hours'; give a list of columns, or \"features\""):
