@@ -101,7 +101,7 @@ def resolve(request: RunRequest, attached: Attached) -> ResolvedRun:
         else new_run_path(Path("runs"), name_of(loaded))
     )
     resolved = _resolved(request, attached, RunDir(to), loaded, config, loader)
-    return replace(resolved, notes=loader.notes(resolved.config))
+    return replace(resolved, notes=[*resolved.notes, *loader.notes(resolved.config)])
 
 
 def _with_batch(config: Mapping[str, Any], batch: int | None) -> Mapping[str, Any]:
