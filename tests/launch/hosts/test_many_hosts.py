@@ -116,6 +116,7 @@ def members(run: Running) -> list[int]:
         pytest.param("odd", "first", marks=pytest.mark.slow),
         pytest.param("own", "here", marks=pytest.mark.slow),
         ("lstm", "all of it"),
+        ("towers", "first"),
     ],
 )
 def test_a_killed_worker(
