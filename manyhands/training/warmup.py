@@ -8,11 +8,11 @@ from typing import Any, Literal
 from manyhands.accounting.deal_micro_batches import steps_per_epoch as batches_of
 from manyhands.values.errors import TaskError
 
-Shape = Literal["cosine", "linear", "constant"]
+FallShape = Literal["cosine", "linear", "constant"]
 
 
 def warmup(
-    steps: int, total: int | None = None, *, shape: Shape = "cosine", least: float = 0.0
+    steps: int, total: int | None = None, *, shape: FallShape = "cosine", least: float = 0.0
 ) -> Callable[[Any], Any]:
     """A schedule for `Task(schedule=...)`: the rate rises from 0 over `steps` steps, then falls to
     `least` of what it was at step `total`, along a cosine or a line; or stays ("constant")."""
