@@ -22,6 +22,7 @@ from manyhands.values.task import Task
 from manyhands.values.version import VERSION
 
 if TYPE_CHECKING:
+    from manyhands.adapters.from_lightning import from_lightning
     from manyhands.data.mapreduce.map_reduce import map_reduce
     from manyhands.data.reading.choose_sampling import balanced
     from manyhands.data.reading.prepared_data import prepared
@@ -54,6 +55,7 @@ __all__ = [
     "encoders",
     "evaluate",
     "fingerprint",
+    "from_lightning",
     "load",
     "map_reduce",
     "predict",
@@ -72,6 +74,7 @@ _LATER = {
     "encoders": "manyhands.stories.load",
     "evaluate": "manyhands.stories.evaluate",
     "fingerprint": "manyhands.stories.evaluate",
+    "from_lightning": "manyhands.adapters.from_lightning",
     "load": "manyhands.stories.load",
     "map_reduce": "manyhands.data.mapreduce.map_reduce",
     "predict": "manyhands.stories.predict",

@@ -16,7 +16,9 @@ ROOT = Path(mh.__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 EXAMPLES = sorted(p for p in (ROOT / "examples").iterdir() if p.suffix in (".py", ".toml"))
 PROGRAMS = [p for p in EXAMPLES if "__main__" in p.read_text()]
-TASKS = [p for p in EXAMPLES if p not in PROGRAMS]
+PORTED = [p for p in EXAMPLES if "mh.from_" in p.read_text()]
+"""They are run in tests/adapters: what they import takes many seconds."""
+TASKS = [p for p in EXAMPLES if p not in (*PROGRAMS, *PORTED)]
 
 
 def blocks(path: Path, language: str) -> list[str]:

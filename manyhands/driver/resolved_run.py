@@ -123,7 +123,7 @@ def _raw_config(task: Any, loaded: Loaded) -> Any:
     """The config that came with a task, as it was written."""
     if isinstance(task, str | Path) and Path(task).suffix == ".toml":
         return tomllib.loads(Path(task).read_text())
-    return getattr(loaded.module, "config", None)
+    return loaded.written
 
 
 def resolve_again(

@@ -4,6 +4,7 @@
 import platform
 import shlex
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from manyhands.checkpoint.step_files import MODEL
 from manyhands.data.open_data import open_task, prepared_of
 from manyhands.data.reading.records import Records, sampled_digest
 from manyhands.evaluation.early_stopping import criterion
-from manyhands.values.config import EFFECTS, RunConfig, changed, read_toml, to_toml
+from manyhands.values.config import EFFECTS, RunConfig, changed, from_dict, read_toml, to_toml
 from manyhands.values.errors import (
     CheckpointDamaged,
     CheckpointMismatch,
@@ -24,6 +25,7 @@ from manyhands.values.errors import (
     TaskError,
 )
 from manyhands.values.loaded_task import Loaded, load_task
+from manyhands.values.ported_task import PortedTask
 from manyhands.values.printable_text import one_line, printable
 from manyhands.values.run_folder import RunDir, open_run, write_whole
 from manyhands.values.shell_commands import command_line
@@ -40,9 +42,14 @@ from manyhands.values.task_params import (
 from manyhands.values.version import VERSION
 
 
-def load(task: Task | str | Path, params: GivenParams = ()) -> tuple[Loaded, RunConfig]:
+def load(
+    task: Task | PortedTask | str | Path, params: GivenParams = ()
+) -> tuple[Loaded, RunConfig]:
     """A task from Python, from a .py file, or from TOML that names one; and its config."""
     given = given_params(params)
+    if isinstance(task, PortedTask):
+        loaded, _ = load(task.task, params)
+        return replace(loaded, written=task.config), from_dict(task.config)
     if isinstance(task, Task):
         if given:
             raise no_params(given, "what was given")

@@ -15,6 +15,7 @@ from typing import Any
 
 from manyhands.values.config import RunConfig, from_dict
 from manyhands.values.errors import RequestError, TaskError
+from manyhands.values.ported_task import PortedTask
 from manyhands.values.task import Task
 from manyhands.values.task_params import Params, called, no_params, settled
 from manyhands.values.user_frames import own_frames, user_traceback
@@ -37,6 +38,8 @@ class Loaded:
     """What its function was called with, where it is made by one."""
     warned: tuple[str, ...] = ()
     """What its code warned of meanwhile."""
+    written: Any = None
+    """Its config as it was written."""
 
     @property
     def sha256(self) -> str:
@@ -68,23 +71,29 @@ def load_task(path: Path, params: Params | None = None) -> Loaded:
         task = _made(task, given, path, warned)
     elif given:
         raise no_params(given, path)
+    config = getattr(module, "config", None)
+    if isinstance(task, PortedTask):
+        task, own = task
+        config = own if config is None else config
     if not isinstance(task, Task):
         found = (
             "defines no `task`" if task is None else f"has a `task` of type {type(task).__name__}"
         )
         raise TaskError(f"{path} {found}; write: task = mh.Task(model=..., loss=..., ...)")
-    config = getattr(module, "config", None)
+    written = config
     if isinstance(config, Mapping):
         config = from_dict(config)
     if not isinstance(config, RunConfig | None):
         raise TaskError(f"{path}: `config` is {type(config).__name__}, not mh.RunConfig or a dict.")
-    return Loaded(task, config, path, module, text, given, tuple(warned))
+    return Loaded(task, config, path, module, text, given, tuple(warned), written)
 
 
-def _made(function: Callable[..., Any], params: Params, path: Path, warned: list[str]) -> Task:
+def _made(
+    function: Callable[..., Any], params: Params, path: Path, warned: list[str]
+) -> Task | PortedTask:
     with _as_a_program(path, "task() of {} could not be run.", warned):
         made = called(function, params)
-    if isinstance(made, Task):
+    if isinstance(made, Task | PortedTask):
         return made
     what = "nothing: does it end with `return mh.Task(...)`?"
     if made is not None:

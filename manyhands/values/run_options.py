@@ -13,6 +13,7 @@ from typing import Any, Self
 
 from manyhands.values.config import RunConfig
 from manyhands.values.option_fields import argument, option
+from manyhands.values.ported_task import PortedTask
 from manyhands.values.task import Task
 from manyhands.values.task_params import GivenParams
 
@@ -124,7 +125,7 @@ class Where(RayAccess, HostAccess, Engine):
 class NewRun:
     """What to train, and where to write it down."""
 
-    task: Task | str | Path = field(kw_only=False, metadata=argument(Path, "FILE"))
+    task: Task | PortedTask | str | Path = field(kw_only=False, metadata=argument(Path, "FILE"))
     """Python that defines `task`, or TOML that names it."""
     to: str | Path | None = option(None, cli=Path)
     """The run folder; else runs/NAME-TIME."""
