@@ -35,6 +35,7 @@ from manyhands.launch.engines.launcher import Launcher
 from manyhands.monitor.ledger_page import show
 from manyhands.values.config import RunConfig, TrainConfig
 from manyhands.values.errors import ManyhandsError, TaskError
+from manyhands.values.events import Warned, read_events
 from manyhands.values.planned_faults import FaultPlan
 from manyhands.values.run_options import RunRequest
 from tests.catalogue import reference
@@ -440,3 +441,35 @@ CHOSEN = task(data=DataLoader(PAIRS, batch_size=4))
 def test_a_batch_of_a_loader_that_does_not_fit_is_refused() -> None:
     with pytest.raises(ManyhandsError, match=r"train.batch \(4\) is not divisible"):
         mh.train(task(data=DataLoader(PAIRS, batch_size=4)), settings=["train.micro_batch=3"])
+
+
+def test_readers_do_not_ask_a_sampler_of_ones_own(launcher: Launcher, tmp_path: Path) -> None:
+    """They would be other processes, whose answers nobody compares."""
+    asked = Backwards(29)
+    seen: list[str] = []
+    for readers in (0, 2):
+        task = mh.Task(
+            model=lambda: torch.nn.Linear(6, 1),
+            loss=lambda model, batch: model(batch["x"]).square().mean(),
+            optimizer=lambda model: torch.optim.SGD(model.parameters(), 0.1),
+            data=[{"x": torch.full((6,), float(k))} for k in range(29)],
+            sampler=asked,
+        )
+        to = tmp_path / str(readers)
+        settings = ["train.batch=12", "train.micro_batch=3", f"data.readers={readers}"]
+        report = mh.train(task, to=to, workers=2, settings=settings, quiet=True, launcher=launcher)
+        seen.append(report.fingerprint)
+    told = [e.text for e in read_events(tmp_path / "2" / "events.jsonl") if isinstance(e, Warned)]
+    assert seen[0] == seen[1]
+    assert any("no effect with a sampler of one's own" in text for text in told), told
+
+
+class Backwards(torch.utils.data.Sampler[int]):
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.size - 1, -1, -1))

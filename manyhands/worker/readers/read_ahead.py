@@ -29,7 +29,8 @@ Dealt = Callable[[Cut], Sequence[int]]
 class ReadAhead:
     """A feed whose micro-batches may have been fetched before they are asked for.
 
-    `nursery` is None where there can be no readers (a worker that is a thread).
+    `nursery` is None where there can be no readers (a worker that is a thread). A sampler of the
+    user's own is asked by the worker alone, whose answer is compared with the others'.
     """
 
     def __init__(
@@ -43,9 +44,18 @@ class ReadAhead:
         """Until it is decided whether readers are to be had that nobody has asked for."""
         self._idle_since = time.perf_counter()
         self.crew: ReadingCrew | None = None
-        if isinstance(count := orders.config.data.readers, int):
+        count = orders.config.data.readers
+        samples = feed.drawn(0) is not None
+        if samples or not feed.records.draws_randomness:  # rows of columns are there already
             self.costs = None
-            if count and nursery is None:
+        if isinstance(count, int):
+            self.costs = None
+            if count and samples:
+                self._tell(
+                    "data.readers has no effect with a sampler of one's own: each of them would "
+                    "ask it, and might get other records than the workers agreed on"
+                )
+            elif count and nursery is None:
                 self._tell(
                     "data.readers has no effect here: this worker is a thread, not a process"
                 )
