@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from manyhands.accounting.deal_micro_batches import deal, steps_per_epoch
-from manyhands.accounting.ledger import (
+from manyhands.accounting.ledger_lines import (
     AnyEntry,
     Committed,
     Computing,

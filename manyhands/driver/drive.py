@@ -11,14 +11,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from manyhands.accounting.ledger import (
-    Book,
-    Opened,
-    SampledEpochs,
-    journal_of,
-    new_book,
-    old_book,
-)
+from manyhands.accounting.ledger import Book, new_book, old_book
+from manyhands.accounting.ledger_lines import Opened, SampledEpochs, journal_of
 from manyhands.accounting.phases import phases_of
 from manyhands.data.open_data import make_ready, open_task
 from manyhands.data.reading.records import Records

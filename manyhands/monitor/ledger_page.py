@@ -8,7 +8,8 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 
 from manyhands.accounting.deal_micro_batches import ENDLESS
-from manyhands.accounting.ledger import Committed, read, surviving
+from manyhands.accounting.ledger import read
+from manyhands.accounting.ledger_lines import Committed, surviving
 from manyhands.accounting.proof import Proof, check
 from manyhands.values.run_folder import RunDir
 

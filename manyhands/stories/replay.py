@@ -12,7 +12,7 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from manyhands.accounting import ledger
+from manyhands.accounting import ledger, ledger_lines
 from manyhands.accounting.proof import check
 from manyhands.checkpoint.commit import FolderStorage, newest_good, problem_of, saved_steps
 from manyhands.checkpoint.safetensors_files import fingerprint
@@ -103,14 +103,14 @@ def replay(
             workers=workers,
             on_step=lambda event: losses.__setitem__(event.step, event.loss),
             quiet=quiet,
-            changes=ledger.changes_by_step(ledger.read(folder.ledger)),
+            changes=ledger_lines.changes_by_step(ledger.read(folder.ledger)),
             replays=True,
             debug=None if debug is None else (step, debug),
             notes=notes,
         )
         report = drive(job, hands, resume=first or None)
         there, here = (
-            ledger.computing_at(ledger.read(run.ledger), last) for run in (folder, again)
+            ledger_lines.computing_at(ledger.read(run.ledger), last) for run in (folder, again)
         )
         found = Replayed(
             first,
@@ -173,7 +173,7 @@ def _compare(run: RunDir, again: RunDir, found: Replayed) -> Replayed:
             found.differences.append(
                 f"step {step}: the loss was {then[step]!r}, now it is {found.losses[step]!r}"
             )
-    drawn_then, drawn_now = (ledger.drawn(ledger.read(r.ledger)) for r in (run, again))
+    drawn_then, drawn_now = (ledger_lines.drawn(ledger.read(r.ledger)) for r in (run, again))
     found.differences.extend(
         f"epoch {epoch}: the sampler gave other records than then"
         for epoch in sorted(drawn_then.keys() & drawn_now.keys())

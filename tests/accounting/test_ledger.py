@@ -10,16 +10,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from manyhands.accounting import ledger
+from manyhands.accounting import ledger, ledger_lines
 from manyhands.accounting.deal_micro_batches import cut, deal
-from manyhands.accounting.ledger import (
-    AnyEntry,
-    Committed,
-    Ledger,
-    Opened,
-    Rewound,
-    SettingsChanged,
-)
+from manyhands.accounting.ledger import Ledger
+from manyhands.accounting.ledger_lines import AnyEntry, Committed, Opened, Rewound, SettingsChanged
 from manyhands.accounting.proof import Share, check
 from manyhands.monitor.ledger_page import print_proof
 from manyhands.values.errors import RunDirError
@@ -29,7 +23,7 @@ replace = msgspec.structs.replace
 
 
 def commit(opened: Opened, first: int, stop: int, **other: Any) -> Committed:
-    runs = ledger.runs_of(first, stop, **opened.shape)
+    runs = ledger_lines.runs_of(first, stop, **opened.shape)
     view: dict[str, Any] = {"generation": 1, "workers": [0], "speeds": [1.0]}
     return Committed(first, stop, runs, **{**view, **other}, rates=[0.1], loss=0.5)
 
@@ -78,7 +72,7 @@ def problems(*entries: AnyEntry) -> str:
 def test_runs_are_the_positions_of_the_steps_merged(shape: Opened, first: int, count: int) -> None:
     cuts = [cut(step, **shape.shape) for step in range(first, first + count)]
     positions = [(c.epoch, p) for c in cuts for i in range(len(c.sizes)) for p in c.positions(i)]
-    runs = ledger.runs_of(first, first + count, **shape.shape)
+    runs = ledger_lines.runs_of(first, first + count, **shape.shape)
     assert [(epoch, p) for epoch, start, stop in runs for p in range(start, stop)] == positions
     assert len({epoch for epoch, _, _ in runs}) == len(runs), "not merged"
 
@@ -88,7 +82,7 @@ def test_runs_are_the_positions_of_the_steps_merged(shape: Opened, first: int, c
 def test_an_honest_ledger_passes_and_counts_what_a_step_by_step_account_counts(
     entries: list[AnyEntry],
 ) -> None:
-    opened, by_step = ledger.opening(entries), dict[int, Committed]()
+    opened, by_step = ledger_lines.opening(entries), dict[int, Committed]()
     for entry in entries:
         if isinstance(entry, Committed):
             by_step |= dict.fromkeys(range(entry.first, entry.stop), entry)
@@ -112,9 +106,9 @@ def test_an_honest_ledger_passes_and_counts_what_a_step_by_step_account_counts(
     per_epoch = Counter(epoch for epoch, _ in consumed)
     assert [(e.epoch, e.consumed) for e in proof.epochs] == sorted(per_epoch.items())
     assert all(e.consumed == e.of == opened.records for e in proof.epochs[:-1])
-    for entry in ledger.surviving(entries):
+    for entry in ledger_lines.surviving(entries):
         assert entry.first < entry.stop
-        assert entry.runs == ledger.runs_of(entry.first, entry.stop, **opened.shape)
+        assert entry.runs == ledger_lines.runs_of(entry.first, entry.stop, **opened.shape)
 
 
 def test_millions_of_steps_are_counted_at_once() -> None:
@@ -132,12 +126,12 @@ def test_a_rewind_voids_what_came_later_and_keeps_a_change_at_that_very_step() -
     opened = Opened(100, 32, 8, seed=0)
     at_4, at_6 = SettingsChanged(4, {"lr": 0.2}), SettingsChanged(6, {"lr": 0.3})
     before = [opened, commit(opened, 0, 4), at_4, commit(opened, 4, 6), at_6, commit(opened, 6, 9)]
-    assert ledger.changes_after(before, 4) == [at_4, at_6]
+    assert ledger_lines.changes_after(before, 4) == [at_4, at_6]
     after = [*before, Rewound(4)]
-    assert ledger.changes_after(after, 4) == [at_4]
-    assert ledger.changes_after([*after, Rewound(3)], 3) == []
+    assert ledger_lines.changes_after(after, 4) == [at_4]
+    assert ledger_lines.changes_after([*after, Rewound(3)], 3) == []
     assert check(after).changes == [at_4] and check(after).rewinds == [4]
-    kept = ledger.surviving([*before, Rewound(5)])
+    kept = ledger_lines.surviving([*before, Rewound(5)])
     assert [(c.first, c.stop) for c in kept] == [(0, 4), (4, 5)]
     assert kept[1].runs == [(1, 0, 32)]
     assert (kept[1].loss, kept[1].rates) == (None, []), "what held at step 9 says nothing of 5"
@@ -188,9 +182,9 @@ def test_a_number_that_is_changed_is_found(
 @settings(max_examples=60)
 @given(entries=histories(), by=st.sampled_from([-3, -1, 1, 5]))
 def test_an_epoch_of_another_length_is_found(entries: list[AnyEntry], by: int) -> None:
-    opened = ledger.opening(entries)
+    opened = ledger_lines.opening(entries)
     # One that ends where an epoch does could be the beginning of a longer epoch.
-    assume(any(epoch > 0 for c in ledger.surviving(entries) for epoch, _, _ in c.runs))
+    assume(any(epoch > 0 for c in ledger_lines.surviving(entries) for epoch, _, _ in c.runs))
     changed = replace(opened, records=opened.records + by)
     assert not check([changed, *entries[1:]]).ok
 

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manyhands.accounting.deal_micro_batches import cut, ends_epoch, steps_per_epoch
-from manyhands.accounting.ledger import Book, Committed, Ledger, Opened, read, runs_of
+from manyhands.accounting.ledger import Book, Ledger, read
+from manyhands.accounting.ledger_lines import Committed, Opened, runs_of
 from manyhands.accounting.phases import Phases
 from manyhands.accounting.proof import check
 from manyhands.values.errors import TaskError

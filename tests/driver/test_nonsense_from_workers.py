@@ -13,7 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from manyhands.accounting.ledger import Opened, new_book
+from manyhands.accounting.ledger import new_book
+from manyhands.accounting.ledger_lines import Opened
 from manyhands.driver.bookkeeping import Bookkeeping
 from manyhands.driver.live.command_socket import CommandSocket
 from manyhands.driver.live.live_requests import LiveRequests

@@ -25,7 +25,8 @@ from torch.utils.data import (
 )
 
 import manyhands as mh
-from manyhands.accounting.ledger import EpochDrawn, SampledEpochs, drawn, opening, read
+from manyhands.accounting.ledger import read
+from manyhands.accounting.ledger_lines import EpochDrawn, SampledEpochs, drawn, opening
 from manyhands.accounting.proof import check
 from manyhands.data.open_data import open_task
 from manyhands.data.ordering.epoch_order import order

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 import manyhands as mh
-from manyhands.accounting.ledger import Ledger, SettingsChanged, read
+from manyhands.accounting.ledger import Ledger, read
+from manyhands.accounting.ledger_lines import SettingsChanged
 from manyhands.launch.engines.launcher import Launcher
 from manyhands.monitor.run_status import status
 from manyhands.values import events

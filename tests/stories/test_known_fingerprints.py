@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 
 import manyhands as mh
-from manyhands.accounting.ledger import Computing, read
+from manyhands.accounting.ledger import read
+from manyhands.accounting.ledger_lines import Computing
 from manyhands.launch.choose_engine import open_engine
 from manyhands.launch.engines.launcher import Launcher
 from manyhands.values.kernels import Kernels

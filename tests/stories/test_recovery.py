@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import manyhands as mh
-from manyhands.accounting import ledger
+from manyhands.accounting import ledger, ledger_lines
 from manyhands.accounting.proof import check
 from manyhands.launch.engines.fork_agent import WorkerExit
 from manyhands.launch.engines.launcher import Launcher
@@ -263,7 +263,9 @@ def test_a_slow_worker_is_dealt_less(go: Go, calm: Callable[..., str]) -> None:
     faults = FaultPlan().slow(rank=1, at_step=0, times=8)
     report = go(faults, *settings, workers=2, kind="lstm")
     assert report.fingerprint == calm(*settings, kind="lstm")
-    speeds = [c.speeds for c in ledger.surviving(ledger.read(RunDir(Path(report.run)).ledger))]
+    speeds = [
+        c.speeds for c in ledger_lines.surviving(ledger.read(RunDir(Path(report.run)).ledger))
+    ]
     assert speeds[0] == [1.0, 1.0]
     assert speeds[-1][1] < speeds[-1][0]
 

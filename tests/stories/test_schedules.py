@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.optim import lr_scheduler as lr
 
 import manyhands as mh
-from manyhands.accounting import ledger
+from manyhands.accounting import ledger, ledger_lines
 from manyhands.checkpoint.step_files import read_state
 from manyhands.data.ordering.epoch_order import order
 from manyhands.launch.engines.launcher import Launcher
@@ -123,7 +123,9 @@ def test_a_plateau_hears_the_held_out_loss_as_plain_pytorch_does(
     for workers in (1, 3):
         report = run(launcher, tmp_path / str(workers), workers)
         assert same(report, expected)
-        journal = ledger.changes_by_step(ledger.read(tmp_path / str(workers) / "ledger.jsonl"))
+        journal = ledger_lines.changes_by_step(
+            ledger.read(tmp_path / str(workers) / "ledger.jsonl")
+        )
         assert [journal[3 * k][HEARD_SCORE] for k in range(1, EPOCHS + 1)] == heard
         assert rate(Path(report.weights).parent) < 0.1, "it is no test unless the rate fell"
 

@@ -19,7 +19,7 @@ import typer
 from msgspec import inspect as kinds
 
 import manyhands as mh
-from manyhands.accounting.ledger import AnyEntry
+from manyhands.accounting.ledger_lines import AnyEntry
 from manyhands.cli import exit_codes as program
 from manyhands.data.encoding.fitted_encoders import Fitted
 from manyhands.data.shards.manifest import Manifest

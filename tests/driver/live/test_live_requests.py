@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import manyhands as mh
-from manyhands.accounting import ledger
+from manyhands.accounting import ledger, ledger_lines
 from manyhands.accounting.proof import check
 from manyhands.driver.live.command_socket import (
     Ask,
@@ -123,7 +123,7 @@ def test_scaling_up_and_down(launcher: Launcher, tmp_path: Path) -> None:
     entries = ledger.read(run.run.ledger)
     proof = check(entries)
     assert proof.ok, proof.problems
-    sizes = [len(c.workers) for c in ledger.surviving(entries)]
+    sizes = [len(c.workers) for c in ledger_lines.surviving(entries)]
     assert sizes[0] == 2 and {1, 3, 4} <= set(sizes)
     done = proof.steps
     assert replay(run.run.root, make("cnn"), step=0, to=done, launcher=launcher).same
@@ -153,7 +153,9 @@ def test_settings_change_at_one_step_and_are_replayed(launcher: Launcher, tmp_pa
         step = int(said.rsplit("step ", 1)[1].split()[0])
         run.wait_for(step + 3)
         run.ask(StopRun())
-    (changed,) = [e for e in ledger.read(run.run.ledger) if isinstance(e, ledger.SettingsChanged)]
+    (changed,) = [
+        e for e in ledger.read(run.run.ledger) if isinstance(e, ledger_lines.SettingsChanged)
+    ]
     assert changed.step == step and changed.settings["lr"] == 0.002
     done = check(ledger.read(run.run.ledger)).steps
     again = replay(folder, make("cnn"), step=0, to=done, workers=3, launcher=launcher)

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 import manyhands as mh
-from manyhands.accounting.ledger import Computing, read
+from manyhands.accounting.ledger import read
+from manyhands.accounting.ledger_lines import Computing
 from manyhands.launch.engines.launcher import Launcher
 from manyhands.launch.engines.memory_segments import create_segments
 from manyhands.launch.hosts.joined_hosts import Listening
