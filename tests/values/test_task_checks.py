@@ -83,7 +83,7 @@ RIGHT: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("right", RIGHT, ids=str)
+@pytest.mark.parametrize("right", RIGHT)
 def test_what_works_is_let_through(right: dict[str, Any]) -> None:
     mh.Task(**{**GOOD, **right})
 
