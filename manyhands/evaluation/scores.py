@@ -21,6 +21,7 @@ from torch.nn import Module
 
 from manyhands.values.errors import TaskError
 from manyhands.values.forked_children import one_process
+from manyhands.values.half_precision import autocast
 
 Metric = Any
 """A torchmetrics.Metric. The package takes a second to import, so it is not imported here: a task
@@ -73,9 +74,9 @@ def measure(
     modes = {module: module.training for module in model.modules()}
     model.eval()
     device = next((p.device.type for p in model.parameters()), "cpu")
-    autocast = torch.autocast(device, torch.bfloat16, enabled=evaluation.precision == "bf16")
+    half = autocast(device, evaluation.precision)
     try:
-        with one_process(), torch.no_grad(), autocast:
+        with one_process(), torch.no_grad(), half:
             return [_measure_one(evaluation, model, *batch) for batch in batches]
     finally:
         for module, training in modes.items():

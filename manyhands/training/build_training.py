@@ -70,6 +70,7 @@ def replica(
         protect=protect,
         seed=train.seed,
         averages=averages(train, epoch_of),
+        scaled=train.precision == "fp16",
     )
 
 
@@ -171,6 +172,11 @@ def leave(kind: str) -> None:
 
 def leaves(task: Task, replica: Replica, train: TrainConfig, watch: BetweenPasses) -> LeafGradients:
     """How a task's micro-batches become gradients."""
+    if task.batch_loss is not None and train.precision == "fp16":
+        raise ConfigError(
+            'train.precision = "fp16" with batch_loss: the gradient by the embeddings is passed on '
+            'as it is, and would not be scaled. Use "bf16" or "fp32".'
+        )
     if task.batch_loss is not None:
         return CachedGradients(replica, train, watch)
     return PlainGradients(replica, train)

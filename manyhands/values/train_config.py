@@ -42,7 +42,9 @@ class TrainConfig:
     weights, optimizer and buffers as they were, writes the step down as skipped, and goes on."""
 
     precision: Literal["fp32", "bf16", "fp16"] = setting("fp32", "weights")
-    """"bf16" runs forward under autocast. "fp16" would need a loss scaler and is refused."""
+    """"bf16" and "fp16" run forward under autocast. In "fp16" losses are scaled as by torch's
+    GradScaler: a step whose gradient is not finite is skipped, and the scale halved, whatever
+    `not_finite` says (which is about losses then)."""
 
     checkpoint_activations: tuple[str, ...] | str | None = setting(None, "weights")
     """Modules that keep no activations, which backward computes again, to save memory: names, or
@@ -127,11 +129,6 @@ class TrainConfig:
             )
         if self.epochs is not None and self.steps is not None:
             raise ConfigError("train.epochs and train.steps are both set; leave one of them out.")
-        if self.precision == "fp16":
-            raise ConfigError(
-                'train.precision = "fp16" needs a loss scaler, whose skipped steps are not exact '
-                'yet. Use "bf16" (same speed where the hardware has it, no scaler) or "fp32".'
-            )
         if self.portable and self.precision != "fp32":
             raise ConfigError(
                 f'train.portable = true does not hold with train.precision = "{self.precision}": '

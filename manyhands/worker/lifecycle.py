@@ -108,7 +108,7 @@ class TrainingWorker:
         if train.portable:
             fix_kernels()
         torch.set_num_threads(train.threads)
-        self.kernels = kernels_here(portable=train.portable, bf16=train.precision == "bf16")
+        self.kernels = kernels_here(portable=train.portable, precision=train.precision)
         without_dynamo()
         self._go_when_told()
         self.parts = parts = build_worker(

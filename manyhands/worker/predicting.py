@@ -39,6 +39,7 @@ from manyhands.training.compute.seeds import seed_everything
 from manyhands.values.config import RunConfig
 from manyhands.values.errors import DataError, ManyhandsError, RunFailed, TaskError
 from manyhands.values.forked_children import one_process
+from manyhands.values.half_precision import autocast
 from manyhands.values.task import Task
 from manyhands.values.user_frames import user_traceback
 from manyhands.worker.scoring import evaluation_of
@@ -206,7 +207,7 @@ def computing(config: RunConfig, model: Module) -> Generator[None]:
     it was."""
     threads = torch.get_num_threads()
     device = next((p.device.type for p in model.parameters()), "cpu")
-    half = torch.autocast(device, torch.bfloat16, enabled=config.train.precision == "bf16")
+    half = autocast(device, config.train.precision)
     torch.set_num_threads(config.train.threads)  # part of the bits
     try:
         with randomness_kept(), one_process(), torch.no_grad(), half:

@@ -12,7 +12,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import IterableDataset
 
 from tests.catalogue.building import HEAD, embedding, linear, net, param, vector
-from tests.catalogue.case import RECORDS, Case, Settings, classify, mlp, rows, sgd, tokens
+from tests.catalogue.case import RECORDS, Case, classify, mlp, rows, sgd, tokens
 from tests.catalogue.optimizers import InPlace, made
 
 optim: Any = torch.optim
@@ -335,6 +335,4 @@ CASES = [
          refused="same names"),
     Case("infinite", "A loss that is not finite, and the record that made it so.", loss=infinite,
          refused=r"the loss is inf at step .* records"),
-    Case("fp16", "A loss scaler would skip steps.", settings=Settings(precision="fp16"),
-         refused="fp16"),
 ]  # fmt: skip

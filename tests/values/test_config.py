@@ -35,7 +35,6 @@ HERE = Machine("here", 4, 1 << 34)
         ("train.batch=0", "train.batch must be at least 1"),
         ("train.micro_batch=48", "Set train.micro_batch to 32 or 64"),
         ("train.clip_norm=-1", "positive number"),
-        ("train.precision=fp16", "loss scaler"),
         ("train.precision=fp17", "Invalid enum value 'fp17'"),
         ("train.collective=nccl", 'needs train.device = "cuda"'),
         ("train.seed=-1", "train.seed"),

@@ -34,12 +34,13 @@ _MKL_BRANCH, _COMPATIBLE = 1, 3
 """MKL_CBWR_BRANCH and MKL_CBWR_COMPATIBLE of mkl_types.h"""
 
 
-def kernels_here(*, portable: bool, bf16: bool) -> Kernels:
-    """Of this process, as it computes now. `bf16`: also those, which kill processes on machines
-    that announce instructions they do not allow; so only where they are going to be used."""
+def kernels_here(*, portable: bool, precision: str) -> Kernels:
+    """Of this process, as it computes now. In half precision also those of that, which kill
+    processes on machines that announce instructions they do not allow; so only where they are going
+    to be used."""
     trials = dict(_TRIALS)
-    if bf16:
-        trials["bf16"] = _bf16
+    if precision in _IN_HALF:
+        trials[precision] = _IN_HALF[precision]
     with torch.enable_grad():
         marks = {kind: _mark(trial()) for kind, trial in trials.items()}
     capability = torch.backends.cpu.get_cpu_capability()
@@ -157,6 +158,14 @@ def _sums() -> list[Tensor]:
 def _bf16() -> list[Tensor]:
     a, b = _numbers(1, 37, 129), _numbers(2, 129, 53)
     return [a.bfloat16() @ b.bfloat16()]
+
+
+def _fp16() -> list[Tensor]:
+    a, b = _numbers(1, 37, 129), _numbers(2, 129, 53)
+    return [a.half() @ b.half()]
+
+
+_IN_HALF = {"bf16": _bf16, "fp16": _fp16}
 
 
 _TRIALS: dict[str, Callable[[], list[Tensor]]] = {

@@ -19,6 +19,7 @@ from manyhands.accounting.deal_micro_batches import MicroBatch
 from manyhands.training.compute.seeds import seed_everything
 from manyhands.values.errors import TaskError
 from manyhands.values.forked_children import one_process
+from manyhands.values.half_precision import autocast
 
 LossFn = Callable[[Module, Any], Any]
 
@@ -41,13 +42,14 @@ def compute(
     *,
     seed: int,
     precision: str,
+    scale: float = 1.0,
     during: AbstractContextManager[None] | None = None,
 ) -> Leaf:
-    """`during` is entered around backward."""
+    """`scale`: of the loss, and so of the gradients (loss_scale.py). `during` is entered around
+    backward."""
     seed_everything(seed, micro_batch.step, micro_batch.index, "forward")
     device = next((p.device.type for p in model.parameters()), "cpu")
-    autocast = torch.autocast(device, dtype=torch.bfloat16, enabled=precision == "bf16")
-    with one_process(), autocast:
+    with one_process(), autocast(device, precision):
         value, weight, numbers = read_loss(loss(model, micro_batch.batch))
     if not value.requires_grad:
         raise TaskError(
@@ -55,10 +57,13 @@ def compute(
             "under torch.no_grad() or from numbers, or all weights are frozen. Return it as "
             "computed from what the model returned."
         )
-    scale = micro_batch.share if weight is None else weight
+    part = micro_batch.share if weight is None else weight
+    counted = value if part == 1.0 else value * part
+    if scale != 1.0:  # as GradScaler does it: a loss in fp16 becomes one in fp32
+        counted = counted * torch.full((), scale, device=counted.device)
     # Not value.backward(gradient=scale): checking its shape makes torch import sympy (0.6 s).
     with one_process(), during or nullcontext():
-        (value if scale == 1.0 else value * scale).backward()
+        counted.backward()
     return Leaf(value.item(), weight, numbers)
 
 

@@ -18,7 +18,7 @@ Factors of rows (max_norm_rows.py) are no buffers of the model, but travel as if
 start each micro-batch as 1, and the smallest counts.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 
@@ -55,11 +55,13 @@ class ModuleBuffers:
     buffer that says whether it changed; those that did are gathered separately (`changed_width`).
     """
 
-    def __init__(self, model: Module) -> None:
-        self.model = model
+    def __init__(self, model: Module, carried: Mapping[str, Tensor] | None = None) -> None:
+        """`carried`: what is no buffer of the model, and is kept and passed on as if it were."""
+        self.model, self._carried = model, dict(carried or {})
         self.rows = {f"{rows.name} rows": rows for rows in find_max_norms(model)}
         named = buffers_of(model)
         named += [(name, rows.factors, False) for name, rows in self.rows.items()]
+        named += [(name, tensor, False) for name, tensor in self._carried.items()]
         self.layout: Layout = lay_out(named)
         self.committed = {
             dtype: torch.zeros(size, dtype=dtype) for dtype, size in self.layout.sizes.items()
@@ -81,7 +83,7 @@ class ModuleBuffers:
             tensor = tensors[piece.name]
             tensor.data = piece.view(self.private[piece.dtype])
             tensor.copy_(piece.view(self.committed[piece.dtype]))
-            if piece.name in self.rows:
+            if piece.name in self.rows or piece.name in self._carried:
                 continue
             for name in (piece.name, *piece.aliases):
                 path, _, leaf = name.rpartition(".")
@@ -225,6 +227,10 @@ class ModuleBuffers:
         self._stop_recording()
         for dtype, lane in self.committed.items():
             self.private[dtype].copy_(lane)
+
+    def carried(self, name: str) -> Tensor:
+        """As it is committed; to be changed in place, when a step is."""
+        return self._committed(next(p for p in self.layout.pieces if p.name == name))
 
     def row_factors(self) -> dict[str, Tensor]:
         """Of the step that was committed last: by which factors rows of a parameter are shortened

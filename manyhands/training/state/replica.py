@@ -17,6 +17,7 @@ from torch.nn import Module
 from torch.nn.parameter import Parameter, is_lazy
 from torch.optim import Optimizer
 
+from manyhands.training.state import loss_scale
 from manyhands.training.state.layout import (
     Lanes,
     Layout,
@@ -26,6 +27,7 @@ from manyhands.training.state.layout import (
     parameters_of,
     refuse_second_views,
 )
+from manyhands.training.state.loss_scale import LossScale, first_state
 from manyhands.training.state.memory import Memory
 from manyhands.training.state.module_buffers import ModuleBuffers, kind_of
 from manyhands.training.state.phased_optimizer import PhasedOptimizer, parts_of
@@ -63,8 +65,10 @@ class Replica:
         protect: bool = False,
         seed: int = 0,
         averages: Sequence[AverageKind] = (),
+        scaled: bool = False,
     ) -> None:
-        """`protect`: end this process when anything but the optimizer writes to the weights."""
+        """`protect`: end this process when anything but the optimizer writes to the weights.
+        `scaled`: losses are, for half precision."""
         self.model, self.optimizer, self.seed = model, optimizer, seed
         self.schedules = schedules or no_schedules(optimizer, model)
         self.step = 0
@@ -108,7 +112,8 @@ class Replica:
         if isinstance(optimizer, PhasedOptimizer):
             optimizer.refuse_shared_parameters({id(p): n for n, p in self.parameters.items()})
         self._trained = [p for p in self.parameters.values() if p.requires_grad]
-        self.buffers = ModuleBuffers(model)
+        self.buffers = ModuleBuffers(model, {loss_scale.NAME: first_state()} if scaled else {})
+        self.loss_scale = LossScale(self.buffers.carried(loss_scale.NAME) if scaled else None)
         self._refuse_strangers()
         self.guard = WeightGuard(self, protected=protect)
 

@@ -139,8 +139,9 @@ class Alone:
         loss = sum(leaf.loss * w for leaf, w in pairs) / total
         gradients = (g for of_leaf in self._gradients for g in of_leaf.values())
         skipped = not math.isfinite(loss) or not math.isfinite(reach(gradients))
-        if skipped and not self.skips:
-            raise GradientNotFinite(0, cut.step)
+        error = GradientNotFinite(0, cut.step)
+        if skipped and not self.skips and not self.replica.loss_scale.excuses(error):
+            raise error
         self._skipped = skipped
         why = "a loss or a gradient is not finite" if skipped else ""
         return StepFacts(cut.step, loss, sum(cut.sizes), self.heard(), numbers, why)
@@ -150,7 +151,9 @@ class Alone:
         return [s if w is None else w for w, s in zip(weights, self._shares, strict=True)]
 
     def step(self) -> None:
-        if not self._skipped:
+        if self._skipped:
+            self.replica.loss_scale.after(skipped=True)
+        else:
             self._take_step()
         for average in self.replica.averages.values():
             average.plan(self.replica.step, skipped=self._skipped)
@@ -160,7 +163,7 @@ class Alone:
         replica = self.replica
         leaves = len(self._leaves)
         weighted = self._leaves[0].weight is not None
-        total = sum(self._scales())
+        divisor = (sum(self._scales()) if weighted else 1.0) * replica.loss_scale.value
         for name, parameter in replica.parameters.items():
             found = [g.get(name) for g in self._gradients]
             some = next((g for g in found if g is not None), None)
@@ -169,13 +172,14 @@ class Alone:
             filled = [g if g is not None else some.new_zeros(some.shape) for g in found]
             parts = [(Node(i, 0), gradient) for i, gradient in enumerate(filled)]
             parameter.grad = finish(parts, leaves, lambda a, b: a + b)
-            if weighted:
-                parameter.grad /= total
+            if divisor != 1.0:
+                parameter.grad /= divisor
         sums = (p.grad for p in replica.parameters.values() if p.grad is not None)
         if not math.isfinite(reach(sums)):
             raise GradientNotFinite(None, replica.step)
         self._clip()
         self._commit_buffers()
+        replica.loss_scale.after(skipped=False)
         trainable = replica.layout.trainable
         factors = replica.buffers.row_factors()
         for piece in trainable:

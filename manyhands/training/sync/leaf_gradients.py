@@ -90,6 +90,7 @@ class PlainGradients:
                 loss,
                 seed=self.seed,
                 precision=self.precision,
+                scale=self.replica.loss_scale.value,
                 during=during,
             )
 

@@ -17,7 +17,7 @@ def forked(act):
         os.close(reader)
         try:
             act()
-            said = {"marks": kernels_here(portable=False, bf16=False).marks}
+            said = {"marks": kernels_here(portable=False, precision="fp32").marks}
         except Exception as error:
             said = {"error": str(error)}
         said["left"] = os.environ.get("MKL_CBWR")

@@ -211,12 +211,14 @@ class AllReduce:
         if self.reducing is not None:
             self.reducing.everything()
         reach = self.summing.reach(tree)
-        message = sheet.signed(self.heard(), mine, self.replica.clip_norm, reach)
+        scale = self.replica.loss_scale
+        message = sheet.signed(self.heard(), mine, self.replica.clip_norm, reach, scale.value)
         # The first unit is copied aside while the others are waited for.
         prepare = partial(self.optimizer.prepare, cut.step)
         everyone = self.levels.gather(message, FACTS, cut.step, prepare)
         self._step = self.form.read(cut.step, everyone)
-        return self.form.learn(cut, self._step, everyone, audited, skips=self.skips)
+        skips = self.skips or scale.excuses(self._step.not_finite())
+        return self.form.learn(cut, self._step, everyone, audited, skips=skips)
 
     def _gather_for(self, cut: Cut) -> GatherBytes | None:
         if self.world.num_ranks == 1:
@@ -258,6 +260,7 @@ class AllReduce:
         with torch.no_grad():
             outcomes = self._gather_outcomes(step)
             self.outcomes.commit(step, outcomes)
+            self.replica.loss_scale.after(skipped=False)
             self.moment("update")
             if self.reducing is None:
                 self._update(step)
@@ -290,6 +293,7 @@ class AllReduce:
         self.optimizer.pass_over(step.step)
         for unit in self.optimizer.units:
             self._average(unit, step.step)
+        self.replica.loss_scale.after(skipped=True)
         if self.world.leads_host:
             self.undo_log.put_buffers(step.step + 1, self.replica.buffers.committed)
         self.moment("share")

@@ -67,7 +67,8 @@ class Update:
     def summed_norms(self, step: StepTally, blocks: Blocks) -> NDArray[np.float64]:
         """Of what hosts have summed up in `sums`: it has not been divided yet."""
         lanes = [self.sums[span.piece.dtype][a:b] for span, a, b in blocks]
-        return _norms(step, [lane / step.total for lane in lanes] if step.divided else lanes)
+        divisor = step.divisor
+        return _norms(step, lanes if divisor is None else [lane / divisor for lane in lanes])
 
     def clip_factor(self, step: StepTally, norms: Callable[[], NDArray[np.float64]]) -> float:
         """What the gradient is multiplied with; `norms()` gives those of all blocks, in order.
@@ -98,8 +99,7 @@ class Update:
         """The same, when hosts have summed up the whole gradient in `sums`."""
 
         def gradient(unit: Bounds) -> Lanes:
-            summed = self._summed(unit)
-            return self.finisher.divided(summed, step.total) if step.divided else summed
+            return self.finisher.divided(self._summed(unit), step.divisor)
 
         self._update(step, gradient, factor)
 

@@ -157,6 +157,7 @@ class Regrouping:
             step = self._recall(levels, high - 1)
             if step.not_finite() is None:
                 self.outcomes.commit(step, levels.recall(OUTCOMES, high - 1))
+            self.replica.loss_scale.after(skipped=step.not_finite() is not None)
             self.undo_log.put_buffers(high, committed)
         if low < high:  # after the buffers: the update looks at what was merged
             self._catch_up(low)

@@ -61,15 +61,15 @@ class Finisher:
             return out
 
         total = finish(views, tally.leaves, add)
-        if not tally.divided:
-            return total
-        return self.divided(total, tally.total)
+        return self.divided(total, tally.divisor)
 
-    def divided(self, gradient: Lanes, total: float) -> Lanes:
-        """By the sum of all weights, in memory that may be written to."""
+    def divided(self, gradient: Lanes, divisor: float | None) -> Lanes:
+        """In memory that may be written to; None: as it is."""
+        if divisor is None:
+            return gradient
         room = self.room(0, gradient)
         for dtype, lane in gradient.items():
-            torch.div(lane, total, out=room[dtype])
+            torch.div(lane, divisor, out=room[dtype])
         return room
 
     def scaled(self, gradient: Lanes, factor: float) -> Lanes:

@@ -30,8 +30,8 @@ from manyhands.values.errors import (
 )
 
 # [last command heard, range start, range stop, clip norm or NaN, bytes of names, audited digest,
-#  reach of the partial sums (finite.py)]
-HEADER = 7
+#  reach of the partial sums (finite.py), by what the losses were multiplied (loss_scale.py)]
+HEADER = 8
 COLUMNS = 6  # per micro-batch: [loss, weight or NaN, share, records, mark of the names, position]
 NAME_BYTES = 2048
 
@@ -53,6 +53,8 @@ class StepTally:
     clip_norm: float | None
     reaches: list[float]
     """Of the partial sums, by rank."""
+    scale: float = 1.0
+    """By what all losses were multiplied before backward."""
 
     @property
     def leaves(self) -> int:
@@ -68,13 +70,15 @@ class StepTally:
         return sum(self.scales)  # from left to right, always
 
     @property
-    def divided(self) -> bool:
-        """The sum of the gradients is still to be divided by `total`."""
-        return self.weighted and self.total != 1.0
+    def divisor(self) -> float | None:
+        """By what the finished sum is divided, if by anything: the weights' total, the scale."""
+        # The scale is a power of two: this is as if by one after the other.
+        divisor = (self.total if self.weighted else 1.0) * self.scale
+        return divisor if divisor != 1.0 else None
 
     @property
     def may_overflow(self) -> bool:
-        return may_overflow(self.reaches, self.total if self.weighted else None)
+        return may_overflow(self.reaches, self.divisor)
 
     def owner(self, index: int) -> int:
         """The rank that computed a micro-batch."""
@@ -131,9 +135,9 @@ class Form:
         touched: list[bool] = rows[:, at : at + self.parameters].max(axis=0).astype(bool).tolist()
         clip = float(messages[0][3])
         clip_norm = None if math.isnan(clip) else clip
-        reaches = [float(m[6]) for m in messages]
+        reaches, scale = [float(m[6]) for m in messages], float(messages[0][7])
         return StepTally(
-            step, ranges, rows, columns, touched, not unweighted[0], clip_norm, reaches
+            step, ranges, rows, columns, touched, not unweighted[0], clip_norm, reaches, scale
         )
 
     def learn(
@@ -201,11 +205,14 @@ class Sheet:
         for k, parameter in enumerate(parameters):
             row[at + k] = parameter.grad is not None
 
-    def signed(self, heard: int, mine: range, clip_norm: float | None, reach: float) -> Bytes:
+    def signed(
+        self, heard: int, mine: range, clip_norm: float | None, reach: float, scale: float
+    ) -> Bytes:
         """With its header: ready to be sent."""
         names = "\n".join(self.names).encode()[:NAME_BYTES]
         clip = math.nan if clip_norm is None else clip_norm
-        self.message[:HEADER] = heard, mine.start, mine.stop, clip, len(names), self.digest, reach
+        told = heard, mine.start, mine.stop, clip, len(names), self.digest, reach, scale
+        self.message[:HEADER] = told
         message = self.message.view(np.uint8)
         if names:
             message[-NAME_BYTES:][: len(names)] = np.frombuffer(names, np.uint8)
@@ -221,7 +228,9 @@ def _in_short(tally: StepTally) -> str:
             return f"the loss is {loss} in micro-batch {index}"
         case GradientNotFinite(args=(rank, *_)):
             mine = tally.ranges[rank]
-            return f"a gradient is not finite in micro-batches {mine.start} to {mine.stop - 1}"
+            scaled = f" (loss scale {tally.scale:g})" if tally.scale != 1.0 else ""
+            last = mine.stop - 1
+            return f"a gradient is not finite in micro-batches {mine.start} to {last}{scaled}"
         case _:
             return ""
 
