@@ -22,6 +22,7 @@ from manyhands.values.task import Task
 from manyhands.values.version import VERSION
 
 if TYPE_CHECKING:
+    from manyhands.adapters.from_hf import from_hf
     from manyhands.adapters.from_lightning import from_lightning
     from manyhands.data.mapreduce.map_reduce import map_reduce
     from manyhands.data.reading.choose_sampling import balanced
@@ -55,6 +56,7 @@ __all__ = [
     "encoders",
     "evaluate",
     "fingerprint",
+    "from_hf",
     "from_lightning",
     "load",
     "map_reduce",
@@ -74,6 +76,7 @@ _LATER = {
     "encoders": "manyhands.stories.load",
     "evaluate": "manyhands.stories.evaluate",
     "fingerprint": "manyhands.stories.evaluate",
+    "from_hf": "manyhands.adapters.from_hf",
     "from_lightning": "manyhands.adapters.from_lightning",
     "load": "manyhands.stories.load",
     "map_reduce": "manyhands.data.mapreduce.map_reduce",

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TrainingArguments of Hugging Face → settings; what cannot be one is refused by name."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
+from difflib import get_close_matches
+from types import SimpleNamespace
+from typing import Any
+
+from manyhands.accounting.deal_micro_batches import steps_per_epoch
+from manyhands.values.errors import TaskError
+
+OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adafactor", "adagrad", "rmsprop")
+
+REFUSED = {
+    "deepspeed": "workers hold whole models.",
+    "fsdp": "workers hold whole models.",
+    "label_smoothing_factor": "smooth in the model's own loss.",
+    "neftune_noise_alpha": "add noise in the model's own forward.",
+    "gradient_checkpointing": "call model.gradient_checkpointing_enable() where it is built.",
+    "torch_compile": "settings say so (train.compile), not the arguments.",
+    "use_liger_kernel": "kernels must give the same bits everywhere.",
+    "auto_find_batch_size": "batches are part of the result: per_device_train_batch_size.",
+    "train_sampling_strategy": "an epoch visits every record in an order of its own; "
+    "mh.Task(sampler=...) is for others.",
+    "group_by_length": "an epoch visits every record in an order of its own; mh.Task(sampler=...) "
+    "is for others.",
+    "dataloader_drop_last": "the last, smaller batch counts by its records.",
+    "data_seed": "one seed is for all.",
+    "fp16_full_eval": "scores are computed as training is.",
+    "bf16_full_eval": "scores are computed as training is.",
+    "resume_from_checkpoint": "manyhands resume RUN.",
+    "eval_delay": "held-out records are scored from the first time on.",
+    "eval_on_start": "held-out records are scored after steps.",
+    "optim_target_modules": "every weight is trained in the same way.",
+    "include_for_metrics": "compute_metrics is given predictions and labels.",
+    "batch_eval_metrics": "compute_metrics is given all predictions at once.",
+}
+
+
+def read_arguments(given: Any, kind: type) -> SimpleNamespace:
+    """All arguments as attributes: of a TrainingArguments, or of a dict with the same names."""
+    defaults = {
+        f.name: f.default_factory() if f.default_factory is not MISSING else f.default
+        for f in fields(kind)
+    }
+    if isinstance(given, Mapping):
+        for name in given:
+            if name not in defaults:
+                near = get_close_matches(str(name), defaults, 1)
+                hint = f"; did you mean {near[0]}?" if near else "."
+                raise TaskError(f"from_hf: TrainingArguments has no '{name}'{hint}")
+        values = {**defaults, **given}
+    else:
+        values = {name: getattr(given, name, default) for name, default in defaults.items()}
+    for name, why in REFUSED.items():
+        value, usual = _plain(values.get(name)), _plain(defaults.get(name))
+        if value != usual and value not in (None, False, 0, "", []):
+            raise TaskError(f"from_hf: {name} = {value!r} cannot be honoured: {why}")
+    read = SimpleNamespace(**{name: _plain(value) for name, value in values.items()})
+    if read.optim not in OPTIMIZERS:
+        raise TaskError(
+            f"from_hf: optim = {read.optim!r} cannot be honoured; known are: "
+            f"{', '.join(OPTIMIZERS)}."
+        )
+    if read.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):
+        raise TaskError(
+            f"from_hf: lr_scheduler_type = {read.lr_scheduler_type!r} cannot be honoured: it hears "
+            "scores. Write it as mh.Task(schedule=...), with ReduceLROnPlateau."
+        )
+    return read
+
+
+def _plain(value: Any) -> Any:
+    """What an enum of theirs stands for."""
+    return getattr(value, "value", value)
+
+
+def total_steps(read: SimpleNamespace, records: int) -> int:
+    """As Trainer counts them."""
+    if read.max_steps > 0:
+        return read.max_steps
+    per_epoch = steps_per_epoch(records, _batch(read))
+    return math.ceil(read.num_train_epochs * per_epoch)
+
+
+def _batch(read: SimpleNamespace) -> int:
+    return read.per_device_train_batch_size * read.gradient_accumulation_steps
+
+
+def hf_settings(read: SimpleNamespace, records: int, *, scored: bool) -> dict[str, Any]:
+    train: dict[str, Any] = {
+        "batch": _batch(read),
+        "micro_batch": read.per_device_train_batch_size,
+        "seed": read.seed,
+    }
+    whole = float(read.num_train_epochs).is_integer() and read.max_steps <= 0
+    train |= (
+        {"epochs": int(read.num_train_epochs)} if whole else {"steps": total_steps(read, records)}
+    )
+    if read.max_grad_norm and read.max_grad_norm > 0:
+        train["clip_norm"] = float(read.max_grad_norm)
+    if read.bf16 or read.fp16:
+        train["precision"] = "bf16" if read.bf16 else "fp16"
+    config: dict[str, Any] = {"train": train}
+    if read.logging_strategy == "steps":
+        config["log"] = {"every_steps": _steps(read, "logging_steps", records)}
+    if read.dataloader_num_workers:
+        config["data"] = {"readers": read.dataloader_num_workers}
+    checkpoint: dict[str, Any] = {}
+    if read.save_strategy == "steps":
+        checkpoint["every_steps"] = _steps(read, "save_steps", records)
+    elif read.save_strategy == "epoch":
+        checkpoint["every_steps"] = steps_per_epoch(records, _batch(read))
+    if read.save_total_limit:
+        checkpoint["keep_last"] = read.save_total_limit
+    if read.eval_strategy != "no":
+        if not scored:
+            raise TaskError(f"from_hf: eval_strategy = {read.eval_strategy!r} needs eval_dataset.")
+        config["evaluate"] = {"batch": read.per_device_eval_batch_size}
+        if read.eval_strategy == "steps":
+            name = "logging_steps" if read.eval_steps is None else "eval_steps"
+            config["evaluate"]["every_steps"] = _steps(read, name, records)
+    if read.load_best_model_at_end:
+        checkpoint["keep_best"] = _best(read)
+    if checkpoint:
+        config["checkpoint"] = checkpoint
+    return config
+
+
+def _steps(read: SimpleNamespace, name: str, records: int) -> int:
+    """A number of steps, or (below 1) a part of all of them."""
+    value = getattr(read, name)
+    return int(value) if value >= 1 else math.ceil(value * total_steps(read, records))
+
+
+def _best(read: SimpleNamespace) -> str:
+    name = str(read.metric_for_best_model or "loss").removeprefix("eval_")
+    if name == "loss":
+        return "loss"
+    larger = read.greater_is_better is not False
+    return f"eval/{name}:{'max' if larger else 'min'}"
