@@ -17,6 +17,7 @@ from manyhands.training.collective.sockets import Sockets
 from manyhands.training.collective.torch_group import DeviceSlots, TorchGroup
 from manyhands.training.collective.two_level import TwoLevel
 from manyhands.training.compute.checkpointed_modules import checkpoint_modules
+from manyhands.training.compute.compiled_forward import compile_forward
 from manyhands.training.compute.seeds import seed_everything
 from manyhands.training.state.build_optimizer import build_optimizer, build_schedules
 from manyhands.training.state.layout import Lanes
@@ -57,9 +58,13 @@ def replica(
     process is the worker's own, and may be ended when its model writes weights. `epoch_of` a step.
     """
     seed_everything(train.seed, "model")
-    model = build_model(task.model).to(device).train()
+    notes: list[str] = []
+    built = build_model(task.model, (lambda text: None) if train.compile else notes.append)
+    model = built.to(device).train()
     if train.checkpointed:
         checkpoint_modules(model, train.checkpointed)
+    if train.compile:
+        compile_forward(model)
     optimizer = build_optimizer(task, model)
     return Replica(
         model,
@@ -71,6 +76,7 @@ def replica(
         seed=train.seed,
         averages=averages(train, epoch_of),
         scaled=train.precision == "fp16",
+        notes=notes,
     )
 
 

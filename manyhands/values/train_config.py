@@ -51,6 +51,10 @@ class TrainConfig:
     patterns in which `*` stands for one part, as in ["layers.*"]. Gradients have the bits that they
     have without it, except where a weight is used by several of them."""
 
+    compile: bool = setting(False, "weights")
+    """Compute forward and backward with code that torch.compile makes of the model. Part of the
+    result: it rounds otherwise. Needs a C++ compiler on every host."""
+
     threads: int = setting(1, "weights")
     """Threads in each worker. Part of the result: it changes how a matrix product is rounded."""
 
@@ -134,6 +138,14 @@ class TrainConfig:
                 f'train.portable = true does not hold with train.precision = "{self.precision}": '
                 'torch chooses products in it by the processor. Use "fp32".'
             )
+        if self.compile and (self.portable or self.checkpoint_activations):
+            other = "portable" if self.portable else "checkpoint_activations"
+            why = (
+                "what a compiler makes depends on the processor"
+                if self.portable
+                else "what it makes keeps or computes again as it sees fit"
+            )
+            raise ConfigError(f"train.compile and train.{other}: {why}. Leave out one of them.")
         if self.device == "cpu" and self.collective == "nccl":
             raise ConfigError(
                 'train.collective = "nccl" needs train.device = "cuda"; on the CPU use "shared", '

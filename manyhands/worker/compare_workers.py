@@ -49,7 +49,7 @@ def compare(described: Sequence[bytes]) -> list[Built]:
 def notes(replica: Replica, task: Task, train: TrainConfig, built: Sequence[Built]) -> list[str]:
     """What a person should know before the first step: what may make results differ, and what
     looks at several records at once."""
-    found = nondeterminism.private_generators(replica.model, task.data)
+    found = [*replica.notes, *nondeterminism.private_generators(replica.model, task.data)]
     found += _seen_together(replica, task, train)
     cut, because = how_to_cut(replica.optimizer)
     if cut == "nowhere" and len(built) > 1:

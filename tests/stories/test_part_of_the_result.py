@@ -71,6 +71,7 @@ OTHER = {
 
 ELSEWHERE = {
     "train.checkpoint_activations": "keeps the bits, here; test_checkpointed_activations.py",
+    "train.compile": "needs a compiler, and time; test_train_compile.py",
     "train.threads": "one more thread rounds a small product as before; docs/exactness.md",
     "train.device": "there is no GPU here",
     "train.portable": "other kernels may round a small product as before",
@@ -187,6 +188,7 @@ def stopped(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Pat
 BASE = ["train.batch=24", "train.micro_batch=6", "train.steps=2"]
 ANOTHER = OTHER | {
     "train.checkpoint_activations": '["head"]',
+    "train.compile": "true",
     "train.threads": "2",
     "train.device": "cuda",
     "train.portable": "true",

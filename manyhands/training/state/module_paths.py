@@ -5,6 +5,9 @@ from torch.nn import Module
 
 from manyhands.values.plain_names import WRAPPED, plain_name
 
+_IN_PLACE = "_compiled_call_impl"
+"""Where `module.compile()` leaves what it made."""
+
 
 def modules_of(model: Module) -> list[tuple[str, Module]]:
     """All of them but wrappers, the model itself first, under the name ''."""
@@ -21,6 +24,21 @@ def module_at(model: Module, path: str) -> Module:
     for part in path.split(".") if path else ():
         found = _unwrapped(found.get_submodule(part))
     return found
+
+
+def without_compilers(model: Module) -> tuple[Module, bool]:
+    """A model as it was before its owner compiled it, or parts of it; and whether that was so."""
+    found = _unwrapped(model)
+    compiled = found is not model
+    for module in found.modules():
+        for name, child in list(module._modules.items()):  # pyright: ignore[reportPrivateUsage]
+            if child is not None and (plain := _unwrapped(child)) is not child:
+                module._modules[name], compiled = plain, True  # pyright: ignore[reportPrivateUsage]
+    for module in found.modules():
+        if vars(module).get(_IN_PLACE) is not None:
+            setattr(module, _IN_PLACE, None)
+            compiled = True
+    return found, compiled
 
 
 def _unwrapped(module: Module) -> Module:

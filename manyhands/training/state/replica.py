@@ -6,7 +6,7 @@ is written to the lanes, by this worker or (in shared memory) by another, the mo
 module itself has no right to write there (weight_guard.py).
 """
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +30,7 @@ from manyhands.training.state.layout import (
 from manyhands.training.state.loss_scale import LossScale, first_state
 from manyhands.training.state.memory import Memory
 from manyhands.training.state.module_buffers import ModuleBuffers, kind_of
+from manyhands.training.state.module_paths import without_compilers
 from manyhands.training.state.phased_optimizer import PhasedOptimizer, parts_of
 from manyhands.training.state.schedules import Schedules, no_schedules, split_heard
 from manyhands.training.state.weight_average import AverageKind, WeightAverage
@@ -66,10 +67,13 @@ class Replica:
         seed: int = 0,
         averages: Sequence[AverageKind] = (),
         scaled: bool = False,
+        notes: Sequence[str] = (),
     ) -> None:
         """`protect`: end this process when anything but the optimizer writes to the weights.
         `scaled`: losses are, for half precision."""
         self.model, self.optimizer, self.seed = model, optimizer, seed
+        self.notes = notes
+        """What a person should know of how it was built."""
         self.schedules = schedules or no_schedules(optimizer, model)
         self.step = 0
         """Optimizer steps done."""
@@ -255,11 +259,19 @@ class Replica:
         self.buffers.load({k: v for k, v in given.items() if k not in self.parameters})
 
 
-def build_model(model: Any) -> Module:
-    """A task's model: built by a function, or given ready made."""
+def build_model(model: Any, note: Callable[[str], None] = lambda text: None) -> Module:
+    """A task's model: built by a function, or given ready made; without torch.compile. `note` is
+    told what a person should know."""
     built = model if isinstance(model, Module) else model()
     if not isinstance(built, Module):
         raise TaskError(f"Task: model built {type(built).__name__}, not a torch.nn.Module.")
+    built, compiled = without_compilers(built)
+    if compiled:
+        note(
+            "the model came compiled (torch.compile), and is trained as it was before: what that "
+            "computes depends on what each worker has computed before. train.compile = true "
+            "compiles it in a way that does not"
+        )
     for path, module in built.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise TaskError(
