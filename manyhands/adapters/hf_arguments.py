@@ -2,6 +2,7 @@
 """TrainingArguments of Hugging Face → settings; what cannot be one is refused by name."""
 
 import math
+import warnings
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from difflib import get_close_matches
@@ -38,6 +39,90 @@ REFUSED = {
     "batch_eval_metrics": "compute_metrics is given all predictions at once.",
 }
 
+HONOURED = [
+    "per_device_train_batch_size",
+    "per_device_eval_batch_size",
+    "gradient_accumulation_steps",
+    "num_train_epochs",
+    "max_steps",
+    "seed",
+    "max_grad_norm",
+    "bf16",
+    "fp16",
+    "optim",
+    "optim_args",
+    "learning_rate",
+    "weight_decay",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+    "lr_scheduler_type",
+    "lr_scheduler_kwargs",
+    "warmup_steps",
+    "warmup_ratio",
+    "logging_strategy",
+    "logging_steps",
+    "save_strategy",
+    "save_steps",
+    "save_total_limit",
+    "eval_strategy",
+    "eval_steps",
+    "load_best_model_at_end",
+    "metric_for_best_model",
+    "greater_is_better",
+    "dataloader_num_workers",
+    "remove_unused_columns",
+    "do_train",
+    "do_eval",
+    "do_predict",
+]
+
+HARMLESS = (
+    *(
+        "output_dir",
+        "overwrite_output_dir",
+        "run_name",
+        "report_to",
+        "project",
+        "disable_tqdm",
+        "log_",
+    ),
+    *(
+        "logging_",
+        "save_",
+        "hub_",
+        "push_to_hub",
+        "trackio",
+        "use_cpu",
+        "no_cuda",
+        "local_rank",
+        "ddp_",
+    ),
+    *(
+        "dataloader_pin",
+        "dataloader_prefetch",
+        "dataloader_persistent",
+        "include_",
+        "restore_callback",
+    ),
+    *(
+        "accelerator_config",
+        "parallelism_config",
+        "tf32",
+        "debug",
+        "prediction_loss_only",
+        "eval_acc",
+    ),
+    *(
+        "skip_memory_metrics",
+        "torch_empty_cache",
+        "average_tokens",
+        "past_index",
+        "ignore_data_skip",
+    ),
+)
+"""How they begin: where things are written and shown, and on what hardware."""
+
 
 def read_arguments(given: Any, kind: type) -> SimpleNamespace:
     """All arguments as attributes: of a TrainingArguments, or of a dict with the same names."""
@@ -58,6 +143,10 @@ def read_arguments(given: Any, kind: type) -> SimpleNamespace:
         value, usual = _plain(values.get(name)), _plain(defaults.get(name))
         if value != usual and value not in (None, False, 0, "", []):
             raise TaskError(f"from_hf: {name} = {value!r} cannot be honoured: {why}")
+    for name, value in values.items():
+        known = name in HONOURED or name in REFUSED or name.startswith(HARMLESS)
+        if not known and _plain(value) not in (_plain(defaults[name]), None, False):
+            warnings.warn(f"from_hf: {name} = {_plain(value)!r} has no effect here.", stacklevel=4)
     read = SimpleNamespace(**{name: _plain(value) for name, value in values.items()})
     if read.optim not in OPTIMIZERS:
         raise TaskError(
