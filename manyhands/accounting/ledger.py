@@ -173,7 +173,14 @@ def old_book(
             )
     ledger = Ledger(path)
     ledger.write(Rewound(step))
-    again = [c for c in changes_after(entries, 0) if c.step <= step or not _was_heard(c)]
+    # Scores that schedules heard are computed again, and are the same unless they are asked for
+    # otherwise from here on.
+    other = any(setting.startswith("evaluate.") for setting in given)
+    again = [
+        c
+        for c in changes_after(entries, 0)
+        if c.step <= step or HEARD_SCORE not in c.settings or not other
+    ]
     for change in again:  # they will be in force again, at their steps
         if change.step > step:
             ledger.write(change)
@@ -186,11 +193,6 @@ def old_book(
         for c in again
     ]
     return book, max(numbers, default=-1) + 1
-
-
-def _was_heard(change: SettingsChanged) -> bool:
-    """Scores that schedules heard: after a resume they are computed again."""
-    return HEARD_SCORE in change.settings
 
 
 def read(path: Path) -> list[AnyEntry]:

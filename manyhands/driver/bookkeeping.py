@@ -262,8 +262,11 @@ class Bookkeeping:
                 f"the schedule waits for the score '{by}' (evaluate.by); the task has: "
                 f"{', '.join(scores)}."
             )
-        self.book.change(step, {HEARD_SCORE: scores[by]})
-        return scores[by]
+        score = scores[by]
+        if not any(c.step == step and HEARD_SCORE in c.settings for c in self.book.changes):
+            # JSON has no word for what is not finite.
+            self.book.change(step, {HEARD_SCORE: score if math.isfinite(score) else str(score)})
+        return score
 
     def written(self, step: int, attempt: int, files: list[SavedFile], blocked_s: float) -> None:
         listed = {f.name: FileRecord(f.size_bytes, f.sha256) for f in files}

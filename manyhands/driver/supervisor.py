@@ -342,7 +342,7 @@ class Supervisor:
                 now.scored, now.enough = step, self.books.scored(step, scores)
                 heard = self.books.heard(step, scores) if message.heard else None
                 if heard is not None:
-                    now.journal.setdefault(step, {})[HEARD_SCORE] = heard
+                    now.journal.setdefault(step, {}).setdefault(HEARD_SCORE, heard)
                 self._tell_members(Reply(round=round, stop=now.enough, heard=heard))
             case Written():
                 self._written(message)

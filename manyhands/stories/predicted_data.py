@@ -116,7 +116,8 @@ def _of_split(
 
 def _replaced(task: Task, given: Any) -> OwnRecords:
     data = prepared_of(given)
-    return OwnRecords(replace(task, data=given, held_out=given), True, _files_of(data))
+    bare = replace(task, data=given, held_out=given, sampler=None, weights=None)
+    return OwnRecords(bare, True, _files_of(data))
 
 
 def _files_of(data: PreparedData | None) -> tuple[str, ...] | None:

@@ -166,8 +166,16 @@ class Replica:
     def change(self, settings: Mapping[str, Any]) -> None:
         """What was journalled after as many steps as are done: hyper-parameters of every group, a
         score that schedules heard. Doing it twice is the same as doing it once."""
-        score, ours = split_heard(settings)
-        self.schedules.change(ours)
+        before, score, after = split_heard(settings)
+        if score is None or not self.schedules.have_heard(self.step):
+            self.schedules.change(before)
+        if score is not None:
+            self.schedules.hear(self.step, score)
+        self.schedules.change(after)
+
+    def hear_journal(self) -> None:
+        """A score of the weights as they are, which came when this worker had left off waiting."""
+        _, score, _ = split_heard(self.changes.get(self.step, {}))
         if score is not None:
             self.schedules.hear(self.step, score)
 

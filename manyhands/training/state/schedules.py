@@ -67,8 +67,7 @@ class Schedules:
     def after(self, step: int) -> None:
         """Step number `step` (from 0) has been taken."""
         for part in self.parts:
-            if not part.on_scores and self._due(part, step):
-                self._step(part, step)
+            self._after(part, step)
         if len(self.optimizer.param_groups) != self._groups or self._grown():
             raise TaskError(
                 "Task: the schedule added a parameter group to the optimizer. Which parameters "
@@ -83,6 +82,9 @@ class Schedules:
                 part.heard = done
                 self._step(part, done, score)
 
+    def have_heard(self, done: int) -> bool:
+        return all(part.heard >= done for part in self.parts if part.on_scores)
+
     def change(self, settings: Mapping[str, Any]) -> None:
         """Hyper-parameters of every group."""
         optimizer = self.optimizer
@@ -92,33 +94,34 @@ class Schedules:
             change_groups(part, schedulers.get(phase), settings)
 
     def to_json(self) -> str | None:
-        """None when one of them holds more than numbers (all are then stepped again)."""
+        """None, or null for one of several, when it holds more than numbers: it is then stepped
+        again."""
         states = {part.phase: schedule_to_json(part.scheduler) for part in self.parts}
-        if not states or None in states.values():
-            return None
-        if self._is_plain():
-            return states[""]
+        if not states or self._is_plain():
+            return states.get("")
         heard = {part.phase: part.heard for part in self.parts}
         return json.dumps({"states": states, "heard": heard})
 
     def restore(self, groups: Sequence[dict[str, Any]], saved: str | None, step: int) -> None:
         """Groups and schedulers as they were after `step` steps; they are fresh now."""
-        if saved is None:
-            for done in range(step) if self.parts else ():
-                self.after(done)
-        groups_from_json(self.optimizer, groups)
-        if saved is None or not self.parts:
-            return
-        if self._is_plain():
-            self.parts[0].scheduler.load_state_dict(json.loads(saved))
-            return
-        read = json.loads(saved)
+        plain = self._is_plain()
+        read: Any = {} if saved is None or plain else json.loads(saved)
+        states: dict[str, str | None] = {"": saved} if plain else read.get("states", {})
         for part in self.parts:
-            part.scheduler.load_state_dict(json.loads(read["states"][part.phase]))
-            part.heard = read["heard"][part.phase]
+            for done in range(step) if states.get(part.phase) is None else ():
+                self._after(part, done)
+        groups_from_json(self.optimizer, groups)
+        for part in self.parts:
+            if (state := states.get(part.phase)) is not None:
+                part.scheduler.load_state_dict(json.loads(state))
+                part.heard = read.get("heard", {}).get(part.phase, -1)
 
     def _is_plain(self) -> bool:
         return len(self.parts) == 1 and not self.parts[0].phase and not self.on_scores
+
+    def _after(self, part: TimedSchedule, step: int) -> None:
+        if not part.on_scores and self._due(part, step):
+            self._step(part, step)
 
     def _due(self, part: TimedSchedule, step: int) -> bool:
         if part.every == "epoch":
@@ -141,12 +144,20 @@ def no_schedules(optimizer: Optimizer, model: Module) -> Schedules:
     return Schedules(optimizer, (), model, seed=0)
 
 
-def split_heard(settings: Mapping[str, Any]) -> tuple[float | None, dict[str, Any]]:
-    """What was journalled at a step: the score that schedules heard, if they did; and the
-    optimizer's hyper-parameters (those of other things, with a dot, are not ours)."""
-    rest = {k: v for k, v in settings.items() if "." not in k and k != HEARD_SCORE}
-    heard = settings.get(HEARD_SCORE)
-    return None if heard is None else float(heard), rest
+def split_heard(
+    settings: Mapping[str, Any],
+) -> tuple[dict[str, Any], float | None, dict[str, Any]]:
+    """What was journalled at a step, in the order in which it happened: the optimizer's
+    hyper-parameters (those of other things, with a dot, are not ours) that were set before a score
+    was heard, the score, and those that were set after it. Without a score: all are before it."""
+    parts: tuple[dict[str, Any], dict[str, Any]] = {}, {}
+    score: float | None = None
+    for key, value in settings.items():
+        if key == HEARD_SCORE:
+            score = float(value)
+        elif "." not in key:
+            parts[score is not None][key] = value
+    return parts[0], score, parts[1]
 
 
 def _not_known(step: int) -> bool:

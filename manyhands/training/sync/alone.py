@@ -75,6 +75,7 @@ class Alone:
         self._holds = True
         if place.fresh is not None:  # else nobody died: it is the same worker, between two steps
             self._begin(place, place.fresh)
+        self.replica.hear_journal()
         self.replica.change(place.changes)
 
     def _begin(self, place: Place, step: int) -> None:

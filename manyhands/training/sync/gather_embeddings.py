@@ -121,7 +121,9 @@ def joined(everyone: Sequence[Embedded], device: torch.device) -> list[Tensor]:
             )
     found: list[Tensor] = []
     for k in range(len(first.tensors)):
-        rows = torch.cat([e.tensors[k] for e in everyone]).to(device)
+        # As they come from other workers, however they lay where they were made.
+        lying = [e.tensors[k].contiguous(memory_format=torch.contiguous_format) for e in everyone]
+        rows = torch.cat(lying).to(device)
         found.append(rows.requires_grad_(any(e.trained[k] for e in everyone)))
     return found
 

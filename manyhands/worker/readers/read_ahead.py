@@ -16,12 +16,17 @@ from manyhands.data.reading.read_ahead_plan import (
     choose_readers,
     jobs_to_come,
 )
+from manyhands.data.reading.same_batches import same_batches
 from manyhands.launch.engines.nursery import Nursery
 from manyhands.launch.wire.control_channel import WorkerChannel
+from manyhands.values.errors import TaskError
 from manyhands.values.messages import Notice
 from manyhands.values.printable_text import printable
 from manyhands.values.worker_orders import Orders
 from manyhands.worker.readers.reading_crew import MISSING, ReadingCrew
+
+COMPARE_EVERY = 64
+"""Batches of a reader."""
 
 Dealt = Callable[[Cut], Sequence[int]]
 
@@ -44,6 +49,8 @@ class ReadAhead:
         """Until it is decided whether readers are to be had that nobody has asked for."""
         self._idle_since = time.perf_counter()
         self.crew: ReadingCrew | None = None
+        self._given: dict[int, int] = {}
+        """By reader: how many batches were taken."""
         count = orders.config.data.readers
         samples = feed.drawn(0) is not None
         if samples or not feed.records.draws_randomness:  # rows of columns are there already
@@ -75,9 +82,35 @@ class ReadAhead:
         batch = MISSING
         if self.crew is not None:
             batch = self.crew.take(FetchJob(step.step, index))
+            if batch is not MISSING:
+                batch = self._compared(self.crew, batch, step, index)
         if batch is MISSING:
             batch = self._fetched_here(step, index)
         return self.feed.as_micro_batch(step, index, batch)
+
+    def _compared(self, crew: ReadingCrew, batch: Any, step: Cut, index: int) -> Any:
+        """The first batch of each reader, and some later ones, are fetched here too: a data set may
+        depend on what only one of the two processes has (a global variable that the model sets).
+        """
+        count = self._given.get(crew.gave, 0)
+        self._given[crew.gave] = count + 1
+        if count % COMPARE_EVERY:
+            return batch
+        own = self.feed.fetch(step, index)
+        if same_batches(batch, own):
+            return own
+        if count:
+            raise TaskError(
+                f"micro-batch {index} of step {step.step} is another one when a reader fetches it "
+                "than when its worker does, so the data set depends on something that only one of "
+                "these processes has: a global variable, or a setting of torch's that was made "
+                "after it was loaded. Set data.readers = 0, or make it when the task is loaded."
+            )
+        crew.dismiss(
+            "a reader fetched other values than the worker does: the data set depends on something "
+            "that is set while the model is built or computes"
+        )
+        return own
 
     def close(self) -> None:
         if self.crew is not None:

@@ -93,6 +93,8 @@ class ReadingCrew:
         """What a reader has died of, perhaps: the worker fetches it."""
         self.usual_s: float | None = None
         self.taken = self.unsent = self.lost_in_a_row = 0
+        self.gave = 0
+        """The number of the reader whose batch was taken last."""
         self._orders = self._forked = 0
         self._told: set[str] = set()
         self.readers = [self._new_reader() for _ in range(count)]
@@ -146,6 +148,10 @@ class ReadingCrew:
         if self.readers:
             self.known.update(types_in(batch))
 
+    def dismiss(self, why: str) -> None:
+        """The worker goes on without them."""
+        self._give_up(why)
+
     def close(self) -> None:
         for reader in self.readers:
             reader.close()
@@ -191,6 +197,7 @@ class ReadingCrew:
             self._told.add(str(error))  # which is learned now
             return MISSING
         self.taken += 1
+        self.gave = reader.number
         return batch
 
     def _listen(self, seconds: float) -> None:

@@ -127,6 +127,7 @@ class Regrouping:
             replica.change(replica.changes.get(replica.step, {}))
         while replica.step < step:
             replica.advance()
+        replica.hear_journal()
 
     def _note(self) -> bytes:
         replica = self.replica
