@@ -97,6 +97,12 @@ def _measure_one(
         if not isinstance(made, tuple | list) or len(made) != 2:
             raise TaskError("predict must return two tensors: (predictions, targets).")
         predictions, targets = (_rows(torch.as_tensor(t).detach().cpu(), records) for t in made)
+        for what, tensor in (("predictions", predictions), ("targets", targets)):
+            if tensor.dim() == 0:
+                raise TaskError(
+                    f"predict returned a single number as {what} of {records} records; it must "
+                    "return one row per record."
+                )
         for name, metric in evaluation.metrics().items():
             states[name] = _states(name, metric, predictions, targets)
         if evaluation.functions():

@@ -169,6 +169,13 @@ def _lost_its_header(source: Source, serving: Serving) -> bool:
     return bool(known & {*named.names})
 
 
+def _numbers_read(serving: Serving) -> dict[str, str]:
+    """Features that were read as numbers, of which not one may be a word."""
+    features = [name for name, fit in serving.used.items() if fit.role == "feature"]
+    read = [item for name in features for item in serving.raw_types(name).items()]
+    return {name: kind for name, kind in read if kind in ("float64", "float32")}
+
+
 def encoded_copy(
     given: Any, serving: Serving, scratch: Path, *, on_error: str, workers: int | None = None
 ) -> PreparedData:
@@ -179,6 +186,8 @@ def encoded_copy(
         scratch / "data",
         like=scratch / "encoders",
         on_error=on_error,
+        # As what the run learnt from was read: a word among numbers makes its record bad, not all.
+        types=_numbers_read(serving),
         workers=workers,
     )
     made = prepare(request)

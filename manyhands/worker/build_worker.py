@@ -129,12 +129,11 @@ def build_worker(
 
 
 def _see_that_scores_come(replica: Replica, orders: Orders, held_out: Records | None) -> None:
-    evaluates = held_out is not None and orders.config.evaluate is not None
-    if replica.schedules.on_scores and not evaluates and not orders.replays:
+    if replica.schedules.on_scores and held_out is None and not orders.replays:
         raise TaskError(
             "Task: ReduceLROnPlateau waits for scores of held-out records while it trains. Give "
-            "held_out=0.1 (or records of their own), and say when they are scored: --set "
-            "evaluate.by=loss does it once an epoch, evaluate.every_steps=... more often."
+            "held_out=0.1 (or records of their own). They are scored once an epoch; evaluate.by "
+            "says which score it hears, evaluate.every_steps=... scores more often."
         )
 
 

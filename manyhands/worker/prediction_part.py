@@ -16,6 +16,7 @@ import msgspec
 import pyarrow as pa
 
 from manyhands.data.open_data import prepared_of
+from manyhands.data.reading.batch_columns import with_features_named
 from manyhands.data.serving.encode_records import RawWork
 from manyhands.data.serving.stored_encoders import Serving
 from manyhands.data.shards.manifest import Manifest
@@ -65,7 +66,7 @@ def predictor_of(order: PredictionOrder, task: Task) -> Predictor:
     if order.manifest is not None:
         data = prepared_of(task.data)
         assert data is not None
-        serving = Serving(order.manifest, data)
+        serving = Serving(order.manifest, with_features_named(data, order.manifest.schema))
     return Predictor(task, order.config, model, serving, order.wishes)
 
 

@@ -11,7 +11,7 @@ from manyhands.training.compute.nondeterminism import PlainState
 from manyhands.training.loop import Hook
 from manyhands.training.state.phased_optimizer import acting
 from manyhands.training.state.replica import Replica, StepFacts
-from manyhands.values.config import live_settings
+from manyhands.values.config import EvaluateConfig, live_settings
 from manyhands.values.messages import Passed, View
 from manyhands.values.worker_orders import Orders
 from manyhands.values.world import World
@@ -129,6 +129,8 @@ class StepHooks:
 
     def _evaluate_when_due(self, replica: Replica, facts: StepFacts | None = None) -> bool:
         evaluate = self.config.evaluate
+        if evaluate is None and replica.schedules.on_scores and not self.orders.replays:
+            evaluate = EvaluateConfig()  # schedules wait for scores
         if evaluate is None or self.parts.held_out is None:
             return False
         if evaluate.every_steps is None:

@@ -1,6 +1,11 @@
 """Schedules by epoch and by score, against plain PyTorch; through kills, resumes and replays."""
 
+import os
+import signal
+import threading
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +22,7 @@ from manyhands.checkpoint.step_files import read_state
 from manyhands.data.ordering.epoch_order import order
 from manyhands.launch.engines.launcher import Launcher
 from manyhands.stories.replay import replay
+from manyhands.training.state.schedules import split_heard
 from manyhands.values.config import HEARD_SCORE
 from manyhands.values.errors import RequestError
 from manyhands.values.events import Warned, read_events
@@ -152,8 +158,116 @@ def test_a_plateau_through_kills_resumes_and_replays(launcher: Launcher, tmp_pat
 
 
 def test_a_plateau_without_scores_is_told_what_it_needs(launcher: Launcher, tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match=r"--set evaluate.by=loss does it once an epoch"):
-        mh.train(TASK, to=tmp_path / "run", workers=1, quiet=True, launcher=launcher)
+    with pytest.raises(RequestError, match=r"Give held_out=0.1"):
+        task = replace(TASK, held_out=None)
+        mh.train(task, to=tmp_path / "run", workers=1, quiet=True, launcher=launcher)
+
+
+def test_a_plateau_is_scored_once_an_epoch_unless_one_says_otherwise(
+    launcher: Launcher, tmp_path: Path
+) -> None:
+    expected, _ = by_hand()
+    settings = [*BASE[:3], f"train.epochs={EPOCHS}"]
+    report = mh.train(
+        TASK, to=tmp_path / "run", workers=2, settings=settings, quiet=True, launcher=launcher
+    )
+    assert same(report, expected)
+
+
+def slow_combine(predictions: torch.Tensor, targets: torch.Tensor) -> float:
+    """Long enough for a death in between to be noticed first."""
+    time.sleep(1.5)
+    return 0.0
+
+
+def test_a_score_that_comes_while_somebody_dies_is_heard_by_all(
+    launcher: Launcher, tmp_path: Path
+) -> None:
+    expected, _ = by_hand()
+    task = replace(
+        TASK,
+        predict=lambda model, batch: (model(batch["x"]), batch["y"]),
+        scores={"slow": slow_combine},
+    )
+    victim: list[int] = []
+
+    def kill(event: Any) -> None:
+        """The second worker, when it has scored its part of the second evaluation."""
+        if event.step == 6 and not victim:
+            views = [
+                e for e in read_events(tmp_path / "run" / "events.jsonl") if hasattr(e, "members")
+            ]
+            victim.append(views[-1].members[1])
+            threading.Timer(0.7, os.kill, (victim[0], signal.SIGKILL)).start()
+
+    report = mh.train(
+        task,
+        to=tmp_path / "run",
+        workers=2,
+        settings=[*BASE, f"train.epochs={EPOCHS}"],
+        quiet=True,
+        launcher=launcher,
+        on_step=kill,
+    )
+    assert victim and report.recoveries >= 1
+    assert same(report, expected)
+
+
+def test_schedules_of_two_optimizers_one_of_which_is_not_plain_data(
+    launcher: Launcher, tmp_path: Path
+) -> None:
+    task = mh.Task(
+        model=lambda: nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 1)),
+        loss={"a": loss, "b": loss},
+        optimizer={
+            "a": lambda model: torch.optim.SGD(model[0].parameters(), 0.1),
+            "b": lambda model: torch.optim.SGD(model[1].parameters(), 0.1),
+        },
+        schedule={
+            "a": lambda o: lr.ReduceLROnPlateau(o, factor=0.5, patience=0, mode="max"),
+            "b": lambda o: lr.MultiStepLR(o, [4, 9]),
+        },
+        data=DATA,
+        held_out=HELD,
+        predict=lambda model, batch: (model(batch["x"]).squeeze(1), batch["y"]),
+        scores={"loss2": lambda p, t: float(F.mse_loss(p, t))},
+    )
+    base = [*BASE[:3], "evaluate.by=loss2", "evaluate.every_steps=2"]
+
+    def trained(to: str, workers: int, steps: int, faults: FaultPlan | None = None) -> mh.Report:
+        return mh.train(
+            task,
+            to=tmp_path / to,
+            workers=workers,
+            settings=[*base, f"train.steps={steps}"],
+            quiet=True,
+            launcher=launcher,
+            faults=faults,
+        )
+
+    calm = trained("calm", 1, 16)
+    killed = trained("killed", 2, 16, FaultPlan().kill(rank=1, at_step=11, at="compute"))
+    trained("stopped", 2, 11)
+    resumed = mh.resume(
+        tmp_path / "stopped",
+        task,
+        workers=3,
+        settings=["train.steps=16"],
+        quiet=True,
+        launcher=launcher,
+    )
+    assert calm.fingerprint == killed.fingerprint == resumed.fingerprint
+    assert replay(tmp_path / "stopped", task, step=12, to=16, launcher=launcher).same
+
+
+def test_what_was_set_and_what_was_heard_after_the_same_step_keep_their_order() -> None:
+    assert split_heard({"lr": 1, HEARD_SCORE: 0.5, "momentum": 2, "a.b": 3}) == (
+        {"lr": 1},
+        0.5,
+        {"momentum": 2},
+    )
+    assert split_heard({HEARD_SCORE: "nan"})[1] != split_heard({HEARD_SCORE: "nan"})[1]
+    assert split_heard({"lr": 1}) == ({"lr": 1}, None, {})
 
 
 def test_a_rate_that_falls_too_soon_is_pointed_out(launcher: Launcher, tmp_path: Path) -> None:

@@ -101,7 +101,9 @@ class RawReader:
         raw = pack(table, groups).append_column(ID, pa.array(ids, pa.int64()))
         encoded, refused = attempt(self._fitted(table), raw)
         numbers = piece.numbers
-        kept = table.select(list(self.keep))
+        # As it was read: of the label, encoding is given none.
+        there = piece.table.column_names
+        kept = pa.table({n: (piece.table if n in there else table).column(n) for n in self.keep})
         bad = list(piece.bad)
         if refused:
             rows = list(refused)

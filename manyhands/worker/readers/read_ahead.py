@@ -162,8 +162,9 @@ class ReadAhead:
             still_wanted=self.line.stop_if_broken,
         )
         if self.costs is not None and self.line.heartbeat.leads:  # what was asked for is known
-            readers = "1 reader" if chosen.readers == 1 else f"{chosen.readers} readers"
-            ahead = f"{readers} now fetch up to {chosen.readers * SLOTS} micro-batches ahead"
+            one = chosen.readers == 1
+            readers = "1 reader now fetches" if one else f"{chosen.readers} readers now fetch"
+            ahead = f"{readers} up to {chosen.readers * SLOTS} micro-batches ahead"
             self._tell(f"{chosen.because}: {ahead} (data.readers=0 to have none)")
 
     def _tell(self, text: str) -> None:
