@@ -162,7 +162,7 @@ def whole_batch(
         copies.append(copy.deepcopy(model))
         own = dict(copies[-1].named_buffers(remove_duplicate=False))
         begin_buffers(copies[-1], own, before, alone=len(cut) == 1)
-        data = fetch(case.data, ids, (s.seed, step, index, "data"))
+        data = fetch(case, ids, (s.seed, step, index, "data"))
         seed(s.seed, step, index, "forward")
         with bf16:
             embeddings = case.embed(copies[-1], data)

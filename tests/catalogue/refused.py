@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel
-from torch.utils.data import IterableDataset
 
 from tests.catalogue.building import HEAD, embedding, linear, net, param, vector
 from tests.catalogue.case import RECORDS, Case, classify, mlp, rows, sgd, tokens
@@ -209,11 +208,6 @@ def head_first(model: Any) -> Any:
 # Data
 
 
-class Stream(IterableDataset):
-    def __iter__(self) -> Any:
-        yield {"x": X[0], "y": Y[0]}
-
-
 class NoLength:
     def __getitem__(self, i: int) -> Any:
         return {"x": X[i], "y": Y[i]}
@@ -305,8 +299,6 @@ CASES = [
          schedule=lambda o: lr.LambdaLR(o, Counts()), refused="another number each time"),
     Case("plateau", "A schedule that wants a score.", refused="ReduceLROnPlateau",
          schedule=lambda o: lr.ReduceLROnPlateau(o)),
-    Case("stream", "Records that can only be read in sequence.", data=Stream(),
-         refused="Stream.* no length or cannot be indexed"),
     Case("no-length", "Records without a number of them.", data=NoLength(), refused="no length"),
     Case("bare-array", "An array without a name.", data=X, refused="bare array"),
     Case("texts-as-a-column", "A column that is not numeric.",

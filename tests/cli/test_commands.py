@@ -300,7 +300,7 @@ def test_the_commands_are_these() -> None:
     assert found == {
         "prepare", "data", "train", "resume", "demo", "evaluate", "fingerprint", "status", "runs",
         "rm", "scale", "set", "pause", "continue", "stop",
-        "worker", "token", "hosts", "doctor", "ledger", "replay", "audit",
+        "worker", "token", "hosts", "doctor", "ledger", "replay", "audit", "predict",
     }  # fmt: skip
 
 

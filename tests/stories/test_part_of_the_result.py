@@ -194,6 +194,8 @@ ANOTHER = OTHER | {
     "train.portable": "true",
     "train.not_finite": "skip",
     "data.fold": "2",
+    "data.pass_records": "7",
+    "data.shuffle_window": "8",
 }
 
 

@@ -42,6 +42,8 @@ def without_compilers(model: Module) -> tuple[Module, bool]:
 
 
 def _unwrapped(module: Module) -> Module:
-    while isinstance(inner := module._modules.get(WRAPPED), Module):  # pyright: ignore[reportPrivateUsage]
-        module = inner
+    while WRAPPED in (inner := module._modules):  # pyright: ignore[reportPrivateUsage]
+        found = inner[WRAPPED]
+        assert found is not None
+        module = found
     return module

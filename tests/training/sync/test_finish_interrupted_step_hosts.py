@@ -35,7 +35,8 @@ from manyhands.training.state.build_optimizer import build_optimizer, build_sche
 from manyhands.training.state.layout import Bounds, Lanes
 from manyhands.training.state.memory import Memory
 from manyhands.training.state.replica import Replica, build_model
-from manyhands.training.sync.allreduce import allreduce, overlapped_host_sum
+from manyhands.training.sync import leaf_gradients
+from manyhands.training.sync.allreduce import overlapped_host_sum
 from manyhands.training.sync.allreduce.allreduce import AllReduce, MeetMembers
 from manyhands.training.sync.leaf_gradients import PlainGradients
 from manyhands.training.sync.sync import Place
@@ -72,7 +73,7 @@ def everything_is_small() -> Iterator[None]:
         patch.setattr(layout, "BLOCK", 512)
         patch.setattr(layout, "UNIT", 1024)
         patch.setattr(overlapped_host_sum, "bucket_bytes", lambda *_: 2000)
-        patch.setattr(allreduce, "compute", compute_alone)
+        patch.setattr(leaf_gradients, "compute", compute_alone)
         patch.setattr(tiers_module, "ThreadPoolExecutor", NamedCouriers)
         yield
 
