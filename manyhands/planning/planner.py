@@ -213,6 +213,12 @@ def _steps(train: TrainConfig, records: int, phases: Phases | None) -> Choice:
 def _micro_batches(train: TrainConfig, records: int, batch_loss: bool) -> Choice:
     batch = min(records, train.batch)
     sizes = cut_sizes(batch, train.micro_batch_size)
-    how = "as asked" if train.micro_batch else "an eighth of the batch where that is whole"
+    eighth = train.batch == 8 * train.micro_batch_size
+    how = (
+        "an eighth of the batch"
+        if eighth
+        else "the nearest to an eighth of the batch that is whole"
+    )
+    how = "as asked" if train.micro_batch else how
     sees = f"; batch_loss sees {batch} records" if batch_loss else ""
     return Choice(len(sizes), f"of {train.micro_batch_size} records each, {how}{sees}")
