@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, IterableDataset
 
+from manyhands.adapters.first_records import whole_batches
 from manyhands.adapters.lightning_hooks import (
     OF_DATA,
     lightning_base,
@@ -51,6 +52,8 @@ def from_lightning(module: Any, datamodule: Any = None, **trainer: Any) -> Porte
             )
         refuse_module(probe)
         train, held_out = _loaders(probe, datamodule)
+        if trainer.get("accumulate_grad_batches", 1) not in (None, 1):
+            train = whole_batches(train)
         if not overrides(probe, "LightningModule", "validation_step"):
             held_out = None
         scored_batch = None if held_out is None else held_out.batch_size

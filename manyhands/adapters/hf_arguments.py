@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """TrainingArguments of Hugging Face → settings; what cannot be one is refused by name."""
 
+import json
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields
 from difflib import get_close_matches
 from types import SimpleNamespace
@@ -17,17 +18,8 @@ OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adafactor", "adagrad",
 REFUSED = {
     "deepspeed": "workers hold whole models.",
     "fsdp": "workers hold whole models.",
-    "label_smoothing_factor": "smooth in the model's own loss.",
-    "neftune_noise_alpha": "add noise in the model's own forward.",
-    "gradient_checkpointing": "call model.gradient_checkpointing_enable() where it is built.",
-    "torch_compile": "settings say so (train.compile), not the arguments.",
+    "torch_compile_mode": "train.compile compiles in torch.compile's default mode.",
     "use_liger_kernel": "kernels must give the same bits everywhere.",
-    "auto_find_batch_size": "batches are part of the result: per_device_train_batch_size.",
-    "train_sampling_strategy": "an epoch visits every record in an order of its own; "
-    "mh.Task(sampler=...) is for others.",
-    "group_by_length": "an epoch visits every record in an order of its own; mh.Task(sampler=...) "
-    "is for others.",
-    "dataloader_drop_last": "the last, smaller batch counts by its records.",
     "data_seed": "one seed is for all.",
     "fp16_full_eval": "scores are computed as training is.",
     "bf16_full_eval": "scores are computed as training is.",
@@ -49,6 +41,16 @@ HONOURED = [
     "max_grad_norm",
     "bf16",
     "fp16",
+    "label_smoothing_factor",
+    "neftune_noise_alpha",
+    "gradient_checkpointing",
+    "gradient_checkpointing_kwargs",
+    "torch_compile",
+    "torch_compile_backend",
+    "train_sampling_strategy",
+    "group_by_length",
+    "length_column_name",
+    "dataloader_drop_last",
     "optim",
     "optim_args",
     "learning_rate",
@@ -123,6 +125,9 @@ HARMLESS = (
 )
 """How they begin: where things are written and shown, and on what hardware."""
 
+ONLY_SHOW = {"PrinterCallback", "ProgressCallback", "NotebookProgressCallback"}
+"""Callbacks: the run shows these things itself."""
+
 
 def read_arguments(given: Any, kind: type) -> SimpleNamespace:
     """All arguments as attributes: of a TrainingArguments, or of a dict with the same names."""
@@ -148,15 +153,50 @@ def read_arguments(given: Any, kind: type) -> SimpleNamespace:
         if not known and _plain(value) not in (_plain(defaults[name]), None, False):
             warnings.warn(f"from_hf: {name} = {_plain(value)!r} has no effect here.", stacklevel=4)
     read = SimpleNamespace(**{name: _plain(value) for name, value in values.items()})
+    _see_that_it_can_be_done(read)
+    return _completed(read)
+
+
+def _see_that_it_can_be_done(read: SimpleNamespace) -> None:
     if read.optim not in OPTIMIZERS:
         raise TaskError(
             f"from_hf: optim = {read.optim!r} cannot be honoured; known are: "
             f"{', '.join(OPTIMIZERS)}."
         )
-    if read.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):
+    if read.lr_scheduler_type == "greedy":
         raise TaskError(
-            f"from_hf: lr_scheduler_type = {read.lr_scheduler_type!r} cannot be honoured: it hears "
-            "scores. Write it as mh.Task(schedule=...), with ReduceLROnPlateau."
+            "from_hf: lr_scheduler_type = 'greedy' cannot be honoured: of schedules that hear "
+            "scores, reduce_lr_on_plateau can be."
+        )
+    if read.lr_scheduler_type == "reduce_lr_on_plateau" and read.eval_strategy == "no":
+        raise TaskError(
+            "from_hf: lr_scheduler_type = 'reduce_lr_on_plateau' hears scores: give "
+            "eval_strategy='epoch' (or 'steps'), and eval_dataset."
+        )
+    backend = getattr(read, "torch_compile_backend", None)
+    if backend not in (None, "inductor"):
+        raise TaskError(
+            f"from_hf: torch_compile_backend = {backend!r} cannot be honoured: train.compile "
+            "compiles with inductor."
+        )
+
+
+def _completed(read: SimpleNamespace) -> SimpleNamespace:
+    """What TrainingArguments works out by itself, and a dict of arguments leaves open."""
+    hears = read.lr_scheduler_type == "reduce_lr_on_plateau"
+    if read.metric_for_best_model is None and (hears or read.load_best_model_at_end):
+        read.metric_for_best_model = "loss"
+    if read.greater_is_better is None:
+        read.greater_is_better = not str(read.metric_for_best_model or "loss").endswith("loss")
+    if isinstance(read.lr_scheduler_kwargs, str):
+        read.lr_scheduler_kwargs = json.loads(read.lr_scheduler_kwargs)
+    mode = (read.lr_scheduler_kwargs or {}).get("mode", "min")
+    if hears and (mode == "max") != read.greater_is_better:
+        warnings.warn(
+            f"from_hf: reduce_lr_on_plateau takes {read.metric_for_best_model} for one to be made "
+            f"{'large' if mode == 'max' else 'small'}, as it does in Trainer. Is that meant? "
+            "lr_scheduler_kwargs={'mode': ...} says it.",
+            stacklevel=4,
         )
     return read
 
@@ -192,6 +232,8 @@ def hf_settings(read: SimpleNamespace, records: int, *, scored: bool) -> dict[st
         train["clip_norm"] = float(read.max_grad_norm)
     if read.bf16 or read.fp16:
         train["precision"] = "bf16" if read.bf16 else "fp16"
+    if read.torch_compile or getattr(read, "torch_compile_backend", None):
+        train["compile"] = True
     config: dict[str, Any] = {"train": train}
     if read.logging_strategy == "steps":
         config["log"] = {"every_steps": _steps(read, "logging_steps", records)}
@@ -209,10 +251,12 @@ def hf_settings(read: SimpleNamespace, records: int, *, scored: bool) -> dict[st
             raise TaskError(f"from_hf: eval_strategy = {read.eval_strategy!r} needs eval_dataset.")
         config["evaluate"] = {"batch": read.per_device_eval_batch_size}
         if read.eval_strategy == "steps":
-            name = "logging_steps" if read.eval_steps is None else "eval_steps"
+            name = "eval_steps" if read.eval_steps else "logging_steps"
             config["evaluate"]["every_steps"] = _steps(read, name, records)
+        if read.lr_scheduler_type == "reduce_lr_on_plateau":
+            config["evaluate"]["by"] = best_score(read)
     if read.load_best_model_at_end:
-        checkpoint["keep_best"] = _best(read)
+        checkpoint["keep_best"] = best_score(read)
     if checkpoint:
         config["checkpoint"] = checkpoint
     return config
@@ -224,9 +268,37 @@ def _steps(read: SimpleNamespace, name: str, records: int) -> int:
     return int(value) if value >= 1 else math.ceil(value * total_steps(read, records))
 
 
-def _best(read: SimpleNamespace) -> str:
+def best_score(read: SimpleNamespace) -> str:
+    """metric_for_best_model, as settings name it."""
     name = str(read.metric_for_best_model or "loss").removeprefix("eval_")
     if name == "loss":
-        return "loss"
-    larger = read.greater_is_better is not False
-    return f"eval/{name}:{'max' if larger else 'min'}"
+        return "loss:max" if read.greater_is_better else "loss"
+    return f"eval/{name}:{'max' if read.greater_is_better else 'min'}"
+
+
+def take_callbacks(callbacks: Sequence[Any], read: SimpleNamespace, config: dict[str, Any]) -> None:
+    """EarlyStoppingCallback is a setting; there are no others inside training. Those of
+    transformers itself are meant: a subclass may do anything."""
+    for callback in callbacks:
+        kind = callback if isinstance(callback, type) else type(callback)
+        theirs, name = kind.__module__.partition(".")[0] == "transformers", kind.__name__
+        if theirs and name in ONLY_SHOW:
+            continue
+        if not theirs or name != "EarlyStoppingCallback" or isinstance(callback, type):
+            raise TaskError(
+                f"from_hf: the callback {name} cannot be honoured: there are no callbacks inside "
+                "training. What changes weights after a step is Task(after_step=...); what only "
+                "watches is mh.train(..., on_step=...)."
+            )
+        if callback.early_stopping_threshold:
+            raise TaskError(
+                "from_hf: EarlyStoppingCallback(early_stopping_threshold=...) cannot be honoured: "
+                "any better score counts, and no other."
+            )
+        if "evaluate" not in config or read.metric_for_best_model is None:
+            raise TaskError(
+                "from_hf: EarlyStoppingCallback needs scores: eval_strategy, eval_dataset and "
+                "metric_for_best_model."
+            )
+        config["evaluate"]["by"] = best_score(read)
+        config["evaluate"]["stop_early"] = callback.early_stopping_patience

@@ -72,9 +72,11 @@ class LogRecord:
         self.how[name] = (str(how), float(batch_size_of(self.batch) if size is None else size))
 
     def keep(self) -> None:
-        """Metrics as they are now."""
+        """Metrics as they are now, without the graph of what they were shown."""
         for name, value in self.values.items():
             if isinstance(value, TorchMetric):
+                for part in value.modules():
+                    vars(part).update({n: _detached(v) for n, v in vars(part).items()})
                 self.values[name] = copy.deepcopy(value)
 
     def numbers(self) -> dict[str, float]:
@@ -83,6 +85,12 @@ class LogRecord:
             n: v.compute() if isinstance(v, TorchMetric) else v for n, v in self.values.items()
         }
         return {n: float(v) for n, v in found.items() if n != "loss"}
+
+
+def _detached(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_detached(each) for each in value]
+    return value.detach() if isinstance(value, Tensor) else value
 
 
 @contextmanager

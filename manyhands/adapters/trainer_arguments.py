@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What was given to Lightning's Trainer → settings; what cannot be one is refused by name."""
 
+import warnings
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 from manyhands.accounting.deal_micro_batches import steps_per_epoch
@@ -43,6 +45,12 @@ NO_EFFECT = {
     "default_root_dir": None,
 }
 """What changes nothing here, and the values for which that is so (None: all)."""
+
+HONOURED = (
+    *("max_epochs", "max_steps", "accumulate_grad_batches", "precision", "callbacks"),
+    *("gradient_clip_val", "gradient_clip_algorithm", "log_every_n_steps"),
+    *("check_val_every_n_epoch", "val_check_interval"),
+)
 
 ONLY_SHOW = {
     "ProgressBar",
@@ -105,7 +113,9 @@ def settings_of(given: dict[str, Any], data: LoaderSizes) -> dict[str, Any]:
     for name in ("check_val_every_n_epoch", "val_check_interval"):
         rest.pop(name, None)
     if rest:
-        raise _refused(min(rest), "there is no setting for it.")
+        near = get_close_matches(min(rest), [*HONOURED, *NO_EFFECT], 1)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        raise _refused(min(rest), f"there is no setting for it.{hint}")
     return config
 
 
@@ -123,8 +133,15 @@ def _train(rest: dict[str, Any], data: LoaderSizes) -> dict[str, Any]:
         raise _refused("max_epochs with max_steps", "give one of them.")
     if steps != -1:
         train["steps"] = steps
-    elif epochs not in (None, -1):
+    elif epochs == -1:
+        raise _refused("max_epochs=-1", "a run has an end: give max_epochs, or max_steps.")
+    elif epochs is not None:
         train["epochs"] = epochs
+    else:
+        warnings.warn(
+            "from_lightning: max_epochs was not given: one epoch. Lightning's default is 1000.",
+            stacklevel=4,
+        )
     if (clip := rest.pop("gradient_clip_val", None)) is not None:
         train["clip_norm"] = float(clip)
     algorithm = rest.pop("gradient_clip_algorithm", "norm")
@@ -151,12 +168,14 @@ def _evaluate(rest: dict[str, Any], batch: int, per_epoch: int) -> dict[str, Any
 
 
 def _take_callback(callback: Any, config: dict[str, Any], per_epoch: int) -> None:
+    """Lightning's own alone: a subclass may do anything."""
     kinds = [base.__name__ for base in type(callback).__mro__]
-    if "EarlyStopping" in kinds:
+    theirs = type(callback).__module__.partition(".")[0] in ("lightning", "pytorch_lightning")
+    if theirs and kinds[0] == "EarlyStopping":
         _early_stopping(callback, config)
-    elif "ModelCheckpoint" in kinds:
+    elif theirs and kinds[0] == "ModelCheckpoint":
         _model_checkpoint(callback, config, per_epoch)
-    elif not ONLY_SHOW & set(kinds):
+    elif not theirs or not ONLY_SHOW & set(kinds):
         why = next((INSTEAD[kind] for kind in kinds if kind in INSTEAD), None)
         raise _refused(
             f"the callback {kinds[0]}",

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import LlamaConfig, LlamaForCausalLM, get_scheduler
+from transformers import LlamaConfig, LlamaForCausalLM, default_data_collator, get_scheduler
 from transformers.trainer_pt_utils import get_parameter_names
 
 import manyhands as mh
@@ -130,17 +130,70 @@ def test_arguments_are_settings() -> None:
     from_dict(config)
 
 
+def half(_: Any) -> dict[str, float]:
+    return {"accuracy": 0.5}
+
+
+def test_the_best_step_is_reported_and_a_score_that_nobody_gives_ends_the_run(
+    launcher: Launcher, tmp_path: Path
+) -> None:
+    records = [{"input_ids": [1, 2], "labels": [1, 2]}] * 4
+    given = {
+        **{"max_steps": 6, "per_device_train_batch_size": 2, "save_total_limit": 1},
+        **{"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2},
+        **{"load_best_model_at_end": True, "metric_for_best_model": "accuracy"},
+    }
+
+    def train(name: str, **more: Any) -> mh.Report:
+        ready = mh.from_hf(
+            gpt,
+            records,
+            arguments={**given, **more},
+            eval_dataset=records,
+            compute_metrics=half,
+        )
+        return mh.train(ready, to=tmp_path / name, workers=1, quiet=True, launcher=launcher)
+
+    found = train("right")
+    assert (found.step, found.best_step) == (6, 2), "of equal ones the first"
+    assert "best step" in repr(found) and mh.report(found.run).best_step == 2
+    found.load(step=found.best_step)
+    said = "checkpoint.keep_best = eval/acuracy:max: the task's scores are loss, eval/accuracy."
+    with pytest.raises(mh.ManyhandsError, match=re.escape(said)):
+        train("wrong", metric_for_best_model="acuracy")
+
+
+def test_the_names_of_trainer_will_do() -> None:
+    records, full = [{"input_ids": [1, 2], "labels": [1, 2]}] * 8, {"max_steps": 3}
+    ours = mh.from_hf(gpt, records, default_data_collator, full)
+    theirs = mh.from_hf(
+        gpt, args=full, data_collator=default_data_collator, train_dataset=records, tokenizer=None
+    )
+    assert ours.config == theirs.config and theirs.task.data is records
+    assert ours.task.collate == theirs.task.collate
+    for given, named, said in [
+        ((gpt, records), {"train_dataset": records}, "train_dataset and dataset are the same"),
+        ((gpt, full, None, records), {}, "the data set is a dict of arguments. Trainer takes"),
+        ((gpt, {"train": records}), {}, "the data set is dict"),
+        ((gpt,), {"args": full}, "no data set"),
+        ((gpt, records), {"argument": full}, "no 'argument'; did you mean arguments?"),
+        ((gpt, records), {"compute_loss_func": half}, "compute_loss_func cannot be honoured"),
+    ]:
+        with pytest.raises(TaskError, match=re.escape(said)):
+            mh.from_hf(*given, **named)
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
         ({"deepspeed": {"stage": 2}}, "deepspeed"),
         ({"fsdp": "full_shard"}, "fsdp"),
         ({"optim": "adamw_bnb_8bit"}, "optim = 'adamw_bnb_8bit'"),
-        ({"train_sampling_strategy": "group_by_length"}, "train_sampling_strategy"),
-        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
-        ({"gradient_checkpointing": True}, "gradient_checkpointing_enable"),
-        ({"torch_compile": True}, "torch_compile"),
-        ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "lr_scheduler_type"),
+        ({"train_sampling_strategy": "batch_rebalance"}, "it makes batches itself"),
+        ({"torch_compile_backend": "eager"}, "torch_compile_backend = 'eager'"),
+        ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "hears scores: give eval_strategy"),
+        ({"lr_scheduler_type": "greedy"}, "reduce_lr_on_plateau can be"),
+        ({"dataloader_drop_last": True, "per_device_train_batch_size": 16}, "leaves nothing"),
         ({"learning_rat": 1.0}, "no 'learning_rat'; did you mean learning_rate"),
         ({"eval_strategy": "epoch"}, "needs eval_dataset"),
     ],

@@ -90,7 +90,8 @@ def loaders(batch: int = 12) -> tuple[DataLoader, DataLoader]:
 
 
 def ported(module: Any = Net, data: Any = None, **given: Any) -> Any:
-    return mh.from_lightning(module, data or loaders(), **given)
+    epochs = {} if "max_steps" in given else {"max_epochs": 1}
+    return mh.from_lightning(module, data or loaders(), **{**epochs, **given})
 
 
 def visits(seed: int) -> Callable[[int], list[int]]:
@@ -206,6 +207,8 @@ def test_a_plateau_hears_the_score_that_it_monitors(launcher: Launcher, tmp_path
     mh.train(ready, to=tmp_path / "run", workers=2, quiet=True, launcher=launcher)
     journal = (tmp_path / "run" / "ledger.jsonl").read_text()
     assert journal.count("heard_score") == 3
+    said = (tmp_path / "run" / "events.jsonl").read_text()
+    assert "not the batch's 12; --set train.micro_batch=12 keeps that" in said
 
 
 def test_accumulated_batches_are_micro_batches(launcher: Launcher, tmp_path: Path) -> None:
@@ -291,11 +294,20 @@ def test_arguments_of_the_trainer_are_settings() -> None:
         ({"callbacks": ModelCheckpoint(monitor="val_loss", save_top_k=3)}, "save_top_k=3"),
         ({"profiler": "simple"}, "profiler cannot be honoured"),
         ({"max_epochs": 3, "max_steps": 5}, "give one of them"),
+        ({"max_epochs": -1}, "a run has an end"),
+        ({"max_epoch": 2}, "Did you mean max_epochs"),
+        ({"callbacks": [type("Own", (EarlyStopping,), {})("val_loss")]}, "the callback Own"),
     ],
 )
 def test_arguments_that_cannot_be_honoured_are_named(given: dict[str, Any], said: str) -> None:
     with pytest.raises(TaskError, match=said):
         ported(**given)
+
+
+def test_one_epoch_where_lightning_would_train_a_thousand_is_pointed_out() -> None:
+    with pytest.warns(UserWarning, match="max_epochs was not given: one epoch") as seen:
+        mh.from_lightning(Net, loaders())
+    assert [Path(each.filename) for each in seen] == [Path(__file__)]
 
 
 HOOKS = [
@@ -352,7 +364,7 @@ def test_modules_that_cannot_be_honoured_are_told_why(has: dict[str, Any], said:
     kind = type("Odd", (Net,), {"train_dataloader": lambda self: loaders()[0], **has})
     own = "val_dataloader" in has
     with pytest.raises(TaskError, match=re.compile(said, re.DOTALL)):
-        mh.from_lightning(kind, None if own else loaders())
+        mh.from_lightning(kind, None if own else loaders(), max_epochs=1)
 
 
 def test_what_is_no_module_of_lightning_is_told() -> None:
