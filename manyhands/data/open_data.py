@@ -199,8 +199,9 @@ def _stream(
         raise TaskError(_HELD_OUT_STREAM)
     if settings.readers != "auto" and settings.readers > 0:
         raise TaskError(
-            f"data.readers = {settings.readers}, but data is a stream, which each worker reads by "
-            "itself, in sequence. Leave data.readers out."
+            f"data.readers = {settings.readers}, but data is a stream, which is read in sequence: "
+            "one process of each host reads it for all workers there. Leave data.readers out; 0: "
+            "each worker reads it itself."
         )
     (held_out,) = _reachable([held_out], settings)
     train = StreamRecords(

@@ -117,11 +117,13 @@ def test_any_number_of_workers_gives_the_same_bits(
     assert check(ledger.read(tmp_path / "struck" / "ledger.jsonl")).ok
 
 
-def test_one_micro_batch_a_step_is_a_data_loader_over_the_stream(
-    launcher: Launcher, tmp_path: Path
+@pytest.mark.parametrize("workers", [1, 2])
+def test_it_is_plain_torch_with_a_data_loader_over_the_stream(
+    workers: int, launcher: Launcher, tmp_path: Path
 ) -> None:
-    settings = ["train.micro_batch=12", "train.epochs=2"]
-    report = train(once, tmp_path / "run", launcher, *settings)
+    """One micro-batch a worker."""
+    settings = [f"train.micro_batch={12 // workers}", "train.epochs=2"]
+    report = train(once, tmp_path / "run", launcher, *settings, workers=workers)
 
     class Plain(IterableDataset[dict[str, Any]]):
         def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -132,9 +134,14 @@ def test_one_micro_batch_a_step_is_a_data_loader_over_the_stream(
     optimizer, step = adam(model), 0
     for _ in range(2):
         for batch in DataLoader(Plain(), batch_size=12):
-            seed_everything(2, step, 0, "forward")
+            records = len(batch["y"])
             optimizer.zero_grad()
-            loss(model, batch).backward()
+            for index in range(workers):
+                first = -(-records * index // workers)
+                part = slice(first, -(-records * (index + 1) // workers))
+                seed_everything(2, step, index, "forward")
+                value = loss(model, {name: column[part] for name, column in batch.items()})
+                (value * (len(batch["y"][part]) / records)).backward()
             optimizer.step()
             step += 1
     expected = model.state_dict()

@@ -14,6 +14,7 @@ import pyarrow as pa
 
 from manyhands.data.columns.time_forms import patterns_of
 from manyhands.values.errors import DataError
+from manyhands.values.other_words import meant
 
 Role = Literal["feature", "label", "id", "group", "time", "text", "image", "weight", "ignore"]
 
@@ -187,7 +188,8 @@ def column_of(schema: Sequence[Column], name: str) -> Column:
     for column in schema:
         if column.name == name:
             return column
-    raise DataError(f"there is no column '{name}'; there are {', '.join(c.name for c in schema)}.")
+    names = [c.name for c in schema]
+    raise DataError(f"there is no column '{name}'{meant(name, names)}")
 
 
 def with_roles(schema: Schema, roles: Mapping[str, Role]) -> Schema:

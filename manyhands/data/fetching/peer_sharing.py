@@ -19,7 +19,7 @@ from manyhands.data.fetching.transfer import AT_ONCE, NOBODY, Peer, Peers
 from manyhands.data.fetching.wanted_shards import WantedShards
 from manyhands.data.shards.manifest import ShardInfo
 from manyhands.values.credentials import Credentials
-from manyhands.values.messages import Keeper
+from manyhands.values.view import Keeper
 
 
 class Sharing:

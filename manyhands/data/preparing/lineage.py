@@ -118,6 +118,12 @@ def lineage_of(account: Account, recipe: Recipe, fitted: Mapping[str, Fitted]) -
     return told | {"notes": [note for note in notes if note]}
 
 
+def notes_on_unseen(unseen: Mapping[str, UnseenValues], fitted: Mapping[str, Fitted]) -> list[str]:
+    """A line for each column with many values that its encoder does not know."""
+    noted = {name: found for name, found in unseen.items() if _noteworthy(found, fitted[name])}
+    return [_of_unseen(name, found, fitted[name], "") for name, found in noted.items()]
+
+
 def _counted(what: str, counts: ByLabel) -> dict[str, Any]:
     labels = {label: n for label, n in counts.items() if label}
     return {what: sum(counts.values())} | ({"labels": labels} if labels else {})

@@ -65,76 +65,22 @@ def make(
 ) -> Made:
     """One data set: with the division's splits, or with one fold held out."""
     recipe = prep.recipe
-    prefix = "" if held_out is None else f"fold-{held_out}-"
-    folder = prep.folder if held_out is None else prep.folder / f"fold-{held_out}"
-    folder.mkdir(exist_ok=True)
-    names, sides = division.rule.names, list(range(len(division.rule.names)))
-    if held_out is not None:
-        names, sides = ("train", "test"), [int(k == held_out) for k in sides]
-    elif recipe.like and names == ("train",):
-        names = ("test",)
-    fitter = _Fitter(prep, pieces, raw, division, prefix)
-    fitted, told = fitter.like() if recipe.like else fitter.fit(sides)
-    plan = fitter.plan(fitted, sides)
-    schema = encoded_schema((Column(ID, "int64", "id"), *fitter.packed), fitted)
-    if recipe.balance == "weight":
-        schema = (*schema, Column(WEIGHT, "float32", "weight"))
-        refuse_clashes(schema)
-    plan_file = prep.work / f"{prefix}plan.json"
-    write_whole(plan_file, msgspec.json.encode(plan))
-    key = digest_of(prep.key, msgspec.json.encode(plan))
-    buckets = fitter.buckets(plan, len(names))
-    parts = [parts_for(n, recipe.shard_bytes) for n in buckets]
-    spilled = [n * k for n, k in zip(buckets, parts, strict=True)]
-
-    spills = prep.work / f"{prefix}spills"
-    spills.mkdir(exist_ok=True)
-    paths = [spills / f"{k:06}.spill" for k in range(len(pieces))]
-    applied = prep.runner.do(
-        f"{prefix}apply",
-        [
-            DataTask(
-                f"{k:06}",
-                encode_pieces.apply,
-                (piece, stem, str(plan_file), spilled, str(path)),
-                key=key,
-            )
-            for k, (piece, stem, path) in enumerate(zip(pieces, division.stems, paths, strict=True))
-        ],
-        Applied,
-    )
-    index = spills / "index"
-    write_whole(index, "\n".join(map(str, paths)))
+    place = _place(prep, division, held_out)
+    fitter = _Fitter(prep, pieces, raw, division, place.prefix)
+    fitted, told = fitter.like(place.sides) if recipe.like else fitter.fit(place.sides)
+    plan = fitter.plan(fitted, place.sides)
+    schema = _schema(fitter.packed, fitted, weighted=recipe.balance == "weight")
     label = plan.label if isinstance(fitted.get(plan.label), Classes) else ""
-    wanted = [(split, bucket) for split in range(len(names)) for bucket in range(buckets[split])]
-    stems = [f"{names[split]}-{bucket:05}" for split, bucket in wanted]
-    shards = prep.runner.do(
-        f"{prefix}shuffle",
-        [
-            DataTask(
-                stem,
-                encode_pieces.shuffle,
-                (str(index), *place, parts[place[0]], str(folder / stem), recipe, schema, label),
-                key=key,
-            )
-            for stem, place in zip(stems, wanted, strict=True)
-        ],
-        WrittenShard,
-    )
-    by_split: dict[str, list[WrittenShard]] = {name: [] for name in names}
-    for (split, _), shard in zip(wanted, shards, strict=True):
-        by_split[names[split]].append(shard)
-    for name, found in by_split.items():
-        if not any(shard.info.rows for shard in found):
-            raise DataError(
-                f"no record is left for the split '{name}' (--sample {recipe.sample:g})."
-            )
+    buckets = fitter.buckets(plan, len(place.names))
+    parts = [parts_for(n, recipe.shard_bytes) for n in buckets]
+    applied, spills = _apply(place, pieces, division, plan, buckets, parts)
+    shards = _shuffle(place, spills, buckets, parts, schema, label)
     manifest = Manifest(
         version=VERSION,
         format=recipe.format,
         seed=recipe.seed,
         schema=schema,
-        splits={name: _split_info(found, fitted.get(label)) for name, found in by_split.items()},
+        splits={name: _split_info(found, fitted.get(label)) for name, found in shards.items()},
         raw=raw,
         encoders=Encoders(fitted).dump(),
         split=recipe.split if held_out is None else f"fold {held_out} of {recipe.folds}",
@@ -144,6 +90,124 @@ def make(
         | ({"packed": fitter.groups} if fitter.groups else {}),
     )
     return Made(manifest, [found for a in applied for found in a.refused])
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a data set is made, and its splits."""
+
+    prep: Preparation
+    folder: Path
+    prefix: str
+    """Of its tasks and of its own files in `prep.work`."""
+    names: Sequence[str]
+    sides: list[int]
+    """By split of the division: which of `names` its records go to."""
+
+    def key(self, plan: EncodingPlan) -> str:
+        """Tasks with another one are done again."""
+        return digest_of(self.prep.key, msgspec.json.encode(plan))
+
+
+def _place(prep: Preparation, division: Division, held_out: int | None) -> _Place:
+    names, sides = division.rule.names, list(range(len(division.rule.names)))
+    prefix, folder = "", prep.folder
+    if held_out is not None:
+        prefix, folder = f"fold-{held_out}-", prep.folder / f"fold-{held_out}"
+        names, sides = ("train", "test"), [int(k == held_out) for k in sides]
+    elif prep.recipe.like and names == ("train",):
+        names = ("test",)
+    folder.mkdir(exist_ok=True)
+    return _Place(prep, folder, prefix, names, sides)
+
+
+def _schema(packed: Schema, fitted: Mapping[str, Fitted], *, weighted: bool) -> Schema:
+    schema = encoded_schema((Column(ID, "int64", "id"), *packed), fitted)
+    if weighted:
+        schema = (*schema, Column(WEIGHT, "float32", "weight"))
+        refuse_clashes(schema)
+    return schema
+
+
+@dataclass(frozen=True, slots=True)
+class _Spills:
+    """Encoded records on their way to their shards."""
+
+    index: Path
+    key: str
+
+
+def _apply(
+    place: _Place,
+    pieces: Sequence[str],
+    division: Division,
+    plan: EncodingPlan,
+    buckets: Sequence[int],
+    parts: Sequence[int],
+) -> tuple[list[Applied], _Spills]:
+    """Every piece encoded, and its records dealt to buckets."""
+    prep, key = place.prep, place.key(plan)
+    plan_file = prep.work / f"{place.prefix}plan.json"
+    write_whole(plan_file, msgspec.json.encode(plan))
+    folder = prep.work / f"{place.prefix}spills"
+    folder.mkdir(exist_ok=True)
+    paths = [folder / f"{k:06}.spill" for k in range(len(pieces))]
+    spilled = [n * k for n, k in zip(buckets, parts, strict=True)]
+    tasks = [
+        DataTask(
+            f"{k:06}",
+            encode_pieces.apply,
+            (piece, stem, str(plan_file), spilled, str(path)),
+            key=key,
+        )
+        for k, (piece, stem, path) in enumerate(zip(pieces, division.stems, paths, strict=True))
+    ]
+    applied = prep.runner.do(f"{place.prefix}apply", tasks, Applied)
+    index = folder / "index"
+    write_whole(index, "\n".join(map(str, paths)))
+    return applied, _Spills(index, key)
+
+
+def _shuffle(
+    place: _Place,
+    spills: _Spills,
+    buckets: Sequence[int],
+    parts: Sequence[int],
+    schema: Schema,
+    label: str,
+) -> dict[str, list[WrittenShard]]:
+    """Every bucket, shuffled and written as a shard; by split."""
+    prep, names, recipe = place.prep, place.names, place.prep.recipe
+    wanted = [(split, bucket) for split in range(len(names)) for bucket in range(buckets[split])]
+    stems = [f"{names[split]}-{bucket:05}" for split, bucket in wanted]
+    tasks = [
+        DataTask(
+            stem,
+            encode_pieces.shuffle,
+            (
+                str(spills.index),
+                split,
+                bucket,
+                parts[split],
+                str(place.folder / stem),
+                recipe,
+                schema,
+                label,
+            ),
+            key=spills.key,
+        )
+        for stem, (split, bucket) in zip(stems, wanted, strict=True)
+    ]
+    shards = prep.runner.do(f"{place.prefix}shuffle", tasks, WrittenShard)
+    by_split: dict[str, list[WrittenShard]] = {name: [] for name in names}
+    for (split, _), shard in zip(wanted, shards, strict=True):
+        by_split[names[split]].append(shard)
+    for name, found in by_split.items():
+        if not any(shard.info.rows for shard in found):
+            raise DataError(
+                f"no record is left for the split '{name}' (--sample {recipe.sample:g})."
+            )
+    return by_split
 
 
 def _split_info(shards: Sequence[WrittenShard], classes: Fitted | None) -> SplitInfo:
@@ -186,33 +250,8 @@ class _Fitter:
         """Encoders, and statistics for people, from the training records."""
         recipe = self.recipe
         asked = asked_encodings(recipe.encode, recipe.missing, self.raw, self.packed, self.groups)
-        folder = self.prep.work / f"{self.prefix}facts"
-        folder.mkdir(exist_ok=True)
         training = [k for k, side in enumerate(sides) if side == 0]
-        key = digest_of(self.prep.key, repr((asked, training)))
-        tasks = [
-            DataTask(
-                f"{k:06}",
-                encode_pieces.fit,
-                (
-                    piece,
-                    self.raw,
-                    self.groups,
-                    stem,
-                    self.recipe.sample,
-                    training,
-                    self.packed,
-                    asked.columns,
-                    asked.members,
-                    str(folder / f"{k:06}.facts"),
-                ),
-                key=key,
-            )
-            for k, (piece, stem) in enumerate(zip(self.pieces, self.division.stems, strict=True))
-        ]
-        done = self.prep.runner.do(f"{self.prefix}fit", tasks, Fit)
-        facts = merge(Path(d.file).read_bytes() for d in done)
-        inside = merge(Path(d.members).read_bytes() for d in done)
+        facts, inside = self._facts(self.packed, asked, training)
         for name, found in (facts | inside).items():
             if found.infinite:
                 self.prep.note(
@@ -226,6 +265,37 @@ class _Fitter:
             else:
                 fitted[c.name] = self._finish(c, facts[c.name], asked)
         return fitted, {name: statistics(f) for name, f in facts.items()}
+
+    def _facts(
+        self, columns: Schema, asked: AskedEncodings, splits: Sequence[int]
+    ) -> tuple[dict[str, ColumnFacts], dict[str, ColumnFacts]]:
+        """Of these columns, and of those that are packed, from the records of these splits."""
+        folder = self.prep.work / f"{self.prefix}facts"
+        folder.mkdir(exist_ok=True)
+        key = digest_of(self.prep.key, repr((columns, asked, splits)))
+        tasks = [
+            DataTask(
+                f"{k:06}",
+                encode_pieces.fit,
+                (
+                    piece,
+                    self.raw,
+                    self.groups,
+                    stem,
+                    self.recipe.sample,
+                    splits,
+                    columns,
+                    asked.columns,
+                    asked.members,
+                    str(folder / f"{k:06}.facts"),
+                ),
+                key=key,
+            )
+            for k, (piece, stem) in enumerate(zip(self.pieces, self.division.stems, strict=True))
+        ]
+        done = self.prep.runner.do(f"{self.prefix}fit", tasks, Fit)
+        facts = merge(Path(d.file).read_bytes() for d in done)
+        return facts, merge(Path(d.members).read_bytes() for d in done)
 
     def _finish(self, column: Column, facts: ColumnFacts, asked: AskedEncodings) -> Fitted:
         encoding = asked.columns.get(column.name)
@@ -256,15 +326,20 @@ class _Fitter:
             )
         return finish_stacked(column, encodings, asked.missing_of(column.name))
 
-    def like(self) -> tuple[dict[str, Fitted], dict[str, Any]]:
-        """The encoders of another prepared folder."""
+    def like(self, sides: Sequence[int]) -> tuple[dict[str, Fitted], dict[str, Any]]:
+        """The encoders of another prepared folder; statistics of all records that are here."""
         other = read_manifest(Path(self.recipe.like))
         fitted = Encoders.load(other.encoders).fitted
         there = {c.name for c in self.packed}
         for name, fit in fitted.items():
             if fit.role not in ("label", "id", "group", "time", "weight"):
                 column_of(self.packed, name)
-        return {name: fit for name, fit in fitted.items() if name in there}, other.statistics
+        roles = {name: fit.role for name, fit in fitted.items()}
+        replace = msgspec.structs.replace
+        columns = tuple(replace(c, role=roles.get(c.name, c.role)) for c in self.packed)
+        facts, _ = self._facts(columns, AskedEncodings({}, {}, {}), range(len(sides)))
+        told = {name: statistics(found) for name, found in facts.items()}
+        return {name: fit for name, fit in fitted.items() if name in there}, told
 
     def plan(self, fitted: Mapping[str, Fitted], sides: Sequence[int]) -> EncodingPlan:
         label = self.division.names.label or _class_label(fitted)

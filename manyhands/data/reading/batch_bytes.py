@@ -277,9 +277,9 @@ class _Unpacking:
         if node.stretch < 0:
             return torch.empty_strided(node.shape, node.strides, dtype=dtype)
         if node.stretch not in self.memories:
-            place = self.stretches[node.stretch]
-            memory = torch.empty(place.phase + place.size, dtype=torch.uint8)
-            memory.numpy()[place.phase :] = self._bytes(node.stretch)
+            place, raw = self.stretches[node.stretch], self._bytes(node.stretch)
+            memory = torch.empty(place.phase % ALIGN + place.size, dtype=torch.uint8)
+            memory.numpy()[place.phase % ALIGN :] = raw
             self.memories[node.stretch] = memory
         storage = self.memories[node.stretch].untyped_storage()
         empty = torch.empty(0, dtype=dtype)

@@ -11,6 +11,7 @@ from torch.utils.data import default_collate
 
 from manyhands.accounting.deal_micro_batches import Batch
 from manyhands.values.errors import TaskError
+from manyhands.values.user_frames import place_of
 
 Collate = Callable[[list[Any]], Batch]
 """The records of a micro-batch → a batch."""
@@ -26,7 +27,14 @@ _PLAIN = (str, bytes, bool, int, float, complex, np.generic)
 def collated(items: list[Any], numbers: Sequence[int], collate: Collate | None) -> Batch:
     """`numbers` are the records', for messages."""
     if collate is not None:
-        return collate(items)
+        batch = collate(items)
+        if batch is None:
+            place = place_of(collate)
+            raise TaskError(
+                f"collate{f' ({place})' if place else ''} returned None for {len(items)} records; "
+                "it must return the batch. Does it end with `return`?"
+            )
+        return batch
     try:
         return default_collate(items)
     except (TypeError, RuntimeError, KeyError, ValueError) as error:

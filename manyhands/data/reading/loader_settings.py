@@ -15,7 +15,7 @@ class LoaderSettings(NamedTuple):
     readers: int | None
     """data.readers, likewise."""
     notes: Callable[[RunConfig], list[str]]
-    """What is to be told about the config that comes of it."""
+    """For the plan: what the config has from it, or not."""
 
 
 def _nothing(config: RunConfig) -> list[str]:
@@ -32,17 +32,17 @@ def loader_settings(task: Task, *, said: bool) -> LoaderSettings:
     def notes(config: RunConfig) -> list[str]:
         batch, found = config.train.batch, list[str]()
         if not said:
-            found.append(f"train.batch = {batch}, the DataLoader's batch_size")
-        elif batch != loader.batch:
+            found.append(f"train.batch: {batch} (the DataLoader's batch_size)")
+        elif loader.batch not in (batch, config.train.micro_batch):
             found.append(
-                f"train.batch = {batch}, as the config says; the DataLoader's batch_size "
-                f"{loader.batch} is not used"
+                f"train.batch: {batch} (as the config says; the DataLoader's batch_size "
+                f"{loader.batch} is not used)"
             )
         if readers is not None and config.data.readers == readers:
-            found.append(f"data.readers = {readers}, the DataLoader's num_workers")
+            found.append(f"data.readers: {readers} (the DataLoader's num_workers)")
         if loader.drop_last:
             found.append(
-                "an epoch leaves out what is no whole batch, as the DataLoader's drop_last says"
+                "epoch: leaves out what is no whole batch (as the DataLoader's drop_last says)"
             )
         return found
 

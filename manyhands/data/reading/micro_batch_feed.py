@@ -48,6 +48,8 @@ class MicroBatchFeed:
     ) -> None:
         self.records, self.seed, self.seeder = records, seed, seeder
         self.batch, self.micro_batch, self.phases = batch, micro_batch, phases
+        self.keep = 2 * batch
+        """Records of a stream that are kept after they were passed."""
         self._order: tuple[int, Order] | None = None
         self._window: tuple[int, int] = (-1, -1)
         self._ids: Positions = np.empty(0, dtype=np.int64)
@@ -83,26 +85,60 @@ class MicroBatchFeed:
         ids = self._records_at(step.epoch, step.positions(index))
         visit = RecordVisit(self.seed, step.epoch)
         if isinstance(self.records, StreamRecords):  # which is seeded by record
-            self.records.read(ids, visit, self.seeder, keep=2 * self.batch)
+            self.records.read(ids, visit, self.seeder, keep=self.keep)
         if self.records.draws_randomness:
             self.seeder(self.seed, step.fetched, index, "data")
         return self.records.batch(ids, visit)
 
-    def stream_state(self, step: int) -> list[Any] | None:
-        """What a stream says of itself, for going on with `step`; None: nothing, or it is none."""
-        if not isinstance(self.records, StreamRecords):
+    def as_micro_batch(self, step: Cut, index: int, batch: Batch, read: int = 0) -> MicroBatch:
+        """... whoever has fetched it. `read`: of a stream, its digest."""
+        start, size = step.positions(index).start, step.sizes[index]
+        return MicroBatch(step.step, index, size, step.share(index), start, batch, read)
+
+    # ---- batches by their number, which are the steps unless several optimizers share one
+
+    def batch_number(self, step: Cut) -> int:
+        return self.phases.batch_of(step.step) if self.phases else step.step
+
+    def cut_of_batch(self, number: int) -> Cut:
+        """As the first step sees it that reads it."""
+        return self.cut(self.phases.steps_before(number) if self.phases else number)
+
+    def batch_before(self, number: int) -> int:
+        """The one before it in its epoch; the first has none, and is given itself."""
+        if number == 0 or self.cut_of_batch(number - 1).epoch != self.cut_of_batch(number).epoch:
+            return number
+        return number - 1
+
+    # ---- of a stream
+
+    @property
+    def stream(self) -> StreamRecords | None:
+        return self.records if isinstance(self.records, StreamRecords) else None
+
+    def state_before_batch(self, number: int) -> list[Any] | None:
+        """What a stream says of itself, for reading a batch, and the one before it, which is then
+        compared with what it was; None: nothing, or it is no stream."""
+        if self.stream is None:
             return None
-        cut = self.cut(step)
-        return self.records.state(cut.epoch, cut.start)
+        cut = self.cut_of_batch(self.batch_before(number))
+        return self.stream.state(cut.epoch, cut.start)
 
-    def resume_stream(self, saved: Any) -> None:
-        if isinstance(self.records, StreamRecords):
-            self.records.resume(saved)
+    def offer_stream_states(self, saved: Sequence[Any]) -> None:
+        if self.stream is not None:
+            self.stream.offer(saved)
 
-    def as_micro_batch(self, step: Cut, index: int, batch: Batch) -> MicroBatch:
-        """... whoever has fetched it."""
-        start = step.positions(index).start
-        return MicroBatch(step.step, index, step.sizes[index], step.share(index), start, batch)
+    def goes_on_with(self, step: Cut, index: int) -> bool:
+        """Whether it is read here, and about where this micro-batch is."""
+        if self.stream is None:
+            return True
+        ids = self._records_at(step.epoch, step.positions(index))
+        return self.stream.near(ids, RecordVisit(self.seed, step.epoch), 2 * self.batch)
+
+    def watch_stream(self, progress: Callable[[], object], every: int) -> None:
+        """To be called after so many records."""
+        if self.stream is not None:
+            self.stream.progress, self.stream.sign_every = progress, every
 
     def ids(self, step: Cut, index: int) -> Sequence[int]:
         """Which records micro-batch `index` of a step holds, in the user's numbering."""

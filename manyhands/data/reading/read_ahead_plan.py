@@ -118,6 +118,22 @@ def next_moves(
     return ReadAheadMoves(drop, ask)
 
 
+RING_BATCHES = 3
+"""Of a stream that one reader reads for all: the one that workers are at, the one before it, which
+is computed again if somebody dies, and the next one."""
+
+
+def next_batch(wanted: int, start: int, held: range) -> int | None:
+    """Which batch of a stream its reader reads (or goes on with), when workers are at `wanted`;
+    None: it is ahead. `held`: those that it has; the next one is `held.stop`.
+
+    It goes on where it is, or, when `wanted` is elsewhere, begins at `start`.
+    """
+    if not held.start <= wanted <= held.stop:
+        return start
+    return held.stop if held.stop <= wanted + 1 else None
+
+
 def hangs(silent_s: float, usual_s: float | None, stuck_s: float) -> bool:
     """Whether a reader has been silent for too long. Its worker is judged by others, after
     `stuck_s` and ten times the usual, and has to have done something about it by then."""

@@ -86,6 +86,7 @@ class StreamRecords:
         self.skips_because = "" if _has_state(source) else "it has no state_dict"
         """Why it is skipped through, where it might have told its state."""
         self.progress: Callable[[], object] = lambda: None
+        self.sign_every = SIGN_OF_LIFE
 
     def __len__(self) -> int:
         return self.size
@@ -117,7 +118,7 @@ class StreamRecords:
                 self._kept[self._high] = item
             self._high += 1
             self._note_state()
-            if self._high % SIGN_OF_LIFE == 0:
+            if self._high % self.sign_every == 0:
                 self.progress()
         for number in range(self._low, min(floor, self._high)):
             self._kept.pop(number, None)
@@ -209,11 +210,30 @@ class StreamRecords:
         known = [s for s in self._states if s.epoch == epoch and s[:2] <= due]
         return list(known[-1]) if known else None
 
-    def resume(self, saved: Any) -> None:
-        """What `state` gave, in another process."""
-        if saved is not None and not self.skips_because:
-            epoch, number, in_pass, own = saved
-            self._states = [StreamState(epoch, number, (in_pass[0], in_pass[1]), own)]
+    def offer(self, saved: Sequence[Any]) -> None:
+        """What `state` gave, in other processes: it may begin there too."""
+        if self.skips_because:
+            return
+        known = {state[:2]: state for state in self._states}
+        for epoch, number, in_pass, own in saved:
+            at = (epoch, number)
+            known.setdefault(at, StreamState(epoch, number, (in_pass[0], in_pass[1]), own))
+        self._states = [known[at] for at in sorted(known)]
+
+    def near(self, ids: Positions, visit: RecordVisit, within: int) -> bool:
+        """Whether it is being read, and these records come next, or soon, or are at hand."""
+        start = self.window_start(int(ids.min()))
+        return (
+            self._iterator is not None
+            and visit.epoch == self._epoch
+            and self._low <= start <= self._high + within
+        )
+
+    def leave(self) -> None:
+        """It is not read any more, for now: let go of what is open."""
+        self._iterator, self._kept = None, {}
+        self._low = self._high = self._given = 0
+        self._epoch = self._pass = 0
 
 
 def begin_pass(source: Any) -> Iterator[Any]:

@@ -8,7 +8,8 @@ no need of (label, id, ...) may be missing or wrong: a placeholder stands for th
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -18,10 +19,11 @@ from numpy.typing import NDArray
 
 from manyhands.data.columns.array_types import AnyArray
 from manyhands.data.columns.arrays import compute, whole
-from manyhands.data.columns.schema import ID, RECORD_BITS, type_of
+from manyhands.data.columns.schema import ID, RECORD_BITS, form_of, type_of
 from manyhands.data.encoding.encoders import attempt
 from manyhands.data.encoding.fitted_encoders import Fitted
 from manyhands.data.encoding.pack_columns import pack
+from manyhands.data.encoding.unseen_values import UnseenValues, unseen
 from manyhands.data.ordering.epoch_order import RecordVisit
 from manyhands.data.ordering.record_randomness import Draw
 from manyhands.data.reading.batch_columns import add_column, batch_columns, with_stacks
@@ -33,6 +35,8 @@ from manyhands.data.sources.formats.json_lines import JsonLines
 from manyhands.data.sources.formats.tfrecord_files import TFRecords
 from manyhands.data.sources.values.arrow_casting import convert
 from manyhands.values.errors import DataError
+
+INTEGERS = ("int64", "int32")
 
 
 class RawWork(msgspec.Struct, frozen=True):
@@ -58,8 +62,12 @@ class EncodedPiece:
     """Raw columns that were asked for, of the same rows."""
     bad: list[Bad]
     """The others."""
+    kept_of_bad: pa.Table
+    """As `kept`, of the others: null what cannot be read."""
     absent: frozenset[str]
     """Columns that no record here has, in formats where a record need not have all."""
+    unseen: dict[str, UnseenValues] = field(default_factory=dict[str, UnseenValues])
+    """By column: values that encoders have no place for, if they are counted."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +79,8 @@ class RawReader:
     """Raw columns that are handed on."""
     with_label: bool = False
     """The label is wanted: a record without one is bad."""
+    counts: bool = False
+    """Values that encoders do not know are counted."""
 
     def types(self) -> dict[str, str]:
         """What is read as what; the other columns are of no concern."""
@@ -85,16 +95,38 @@ class RawReader:
         source: Source = work.source
         file, number = source.files[work.chunk.file], work.first_file + work.chunk.file
         loose = isinstance(source, JsonLines | TFRecords)
-        for piece in _read(source, work.chunk, self.types(), target_bytes):
-            yield self.encoded(piece, file, number, loose=loose)
+        again = TextAgain(source, work.chunk, self._as_text(), target_bytes)
+        for place, piece in enumerate(_read(source, work.chunk, self.types(), target_bytes)):
+            bad = [b.record for b in piece.bad]
+            types = {name: self.types()[name] for name in self.keep}
+            kept = again.columns(place, bad, types) if bad and self.keep else None
+            yield self.encoded(piece, file, number, loose=loose, kept_of_bad=kept)
+
+    def _as_text(self) -> dict[str, str]:
+        """Types with which a record that is bad for what one of its values is can be read."""
+        kinds = {name: type_of(kind) for name, kind in self.types().items()}
+        plain = [
+            n for n, k in kinds.items() if not pa.types.is_nested(k) and not pa.types.is_binary(k)
+        ]
+        kept = {name: self.types()[name] for name in self.keep}
+        return kept | dict.fromkeys(plain, "string")
 
     def nothing(self) -> EncodedPiece:
         """No records, encoded: to see what columns there would be."""
         table = pa.table({name: pa.nulls(0, type_of(kind)) for name, kind in self.types().items()})
         return self.encoded(TablePiece(table, np.empty(0, np.int64)), "", 0, loose=True)
 
-    def encoded(self, piece: TablePiece, file: str, number: int, *, loose: bool) -> EncodedPiece:
-        """Records that have been read. `loose`: those that lack a column are missing its value."""
+    def encoded(
+        self,
+        piece: TablePiece,
+        file: str,
+        number: int,
+        *,
+        loose: bool,
+        kept_of_bad: pa.Table | None = None,
+    ) -> EncodedPiece:
+        """Records that have been read. `loose`: those that lack a column are missing its value.
+        `kept_of_bad`: of those that could not be read."""
         table, absent = self._complete(piece.table, file, loose=loose)
         ids = (np.int64(number) << RECORD_BITS) | piece.numbers
         groups = {n: m for n, m in self.serving.packed.items() if n in self.serving.used}
@@ -105,12 +137,15 @@ class RawReader:
         there = piece.table.column_names
         kept = pa.table({n: (piece.table if n in there else table).column(n) for n in self.keep})
         bad = list(piece.bad)
+        lost = fitted_to(kept.schema, kept_of_bad, len(bad))
         if refused:
             rows = list(refused)
             bad += [Bad(file, int(numbers[r]), -1, what) for r, what in refused.items()]
+            lost = pa.concat_tables([lost, kept.take(pa.array(rows))])
             good = np.delete(np.arange(len(numbers)), rows)
-            kept, numbers = kept.take(pa.array(good)), numbers[good]
-        return EncodedPiece(file, encoded, numbers, kept, bad, absent)
+            kept, numbers, raw = kept.take(pa.array(good)), numbers[good], raw.take(pa.array(good))
+        strange = unseen(self.serving.used, raw, encoded) if self.counts else {}
+        return EncodedPiece(file, encoded, numbers, kept, bad, lost, absent, strange)
 
     def _complete(
         self, table: pa.Table, file: str, *, loose: bool
@@ -155,7 +190,7 @@ def _read(
     source: Source, chunk: Chunk, types: Mapping[str, str], target_bytes: int
 ) -> Iterator[TablePiece]:
     """Pieces in which whole numbers may be written as 3.0, as others write a column with gaps."""
-    ints = [name for name, kind in types.items() if kind in ("int64", "int32")]
+    ints = [name for name, kind in types.items() if kind in INTEGERS]
     as_text = AskedTypes({**types, **dict.fromkeys(ints, "string")})
     again: Iterator[TablePiece] | None = None
     behind = 0
@@ -179,8 +214,7 @@ def _whole_numbers(piece: TablePiece, types: Mapping[str, str]) -> TablePiece:
         if name not in table.column_names:
             continue
         text = whole(table.column(name).cast(pa.string()))
-        plain = compute.replace_substring_regex(text, r"^\s*([+-]?\d+)\.0*\s*$", r"\1")
-        made, wrong = convert(plain, type_of(kind))
+        made, wrong = convert(_plain_integers(text), type_of(kind))
         table = table.set_column(table.column_names.index(name), name, made)
         for row in wrong:
             record, shown = int(piece.numbers[row]), text[row].as_py()
@@ -191,6 +225,57 @@ def _whole_numbers(piece: TablePiece, types: Mapping[str, str]) -> TablePiece:
     numbers = piece.numbers[keep]
     found = [bad[record] for record in sorted(bad)]
     return TablePiece(table.filter(pa.array(keep)), numbers, found)
+
+
+def _plain_integers(column: pa.Array) -> pa.Array:
+    text = column.cast(pa.string())
+    return compute.replace_substring_regex(text, r"^\s*([+-]?\d+)\.0*\s*$", r"\1")
+
+
+class TextAgain:
+    """A chunk, read again with values as text: of a record that is bad, what is not can be told."""
+
+    def __init__(
+        self, source: Source, chunk: Chunk, types: Mapping[str, str], target_bytes: int
+    ) -> None:
+        self._source, self._chunk, self._types = source, chunk, AskedTypes(types)
+        self._target_bytes, self._next = target_bytes, 0
+        self._pieces: Iterator[TablePiece] | None = None
+
+    def columns(self, place: int, records: Sequence[int], types: Mapping[str, str]) -> pa.Table:
+        """Of these records of the piece at `place` (after the last); null what there is not."""
+        piece = self._piece(place)
+        rows = {} if piece is None else {int(n): k for k, n in enumerate(piece.numbers)}
+        chosen = pa.array([rows.get(record) for record in records], pa.int64())
+        found: dict[str, pa.Array] = {}
+        for name, kind in types.items():
+            found[name] = pa.nulls(len(records), type_of(kind))
+            if piece is not None and name in piece.table.column_names:
+                column = whole(piece.table.column(name)).take(chosen)
+                with suppress(pa.ArrowNotImplementedError):
+                    plain = _plain_integers(column) if kind in INTEGERS else column
+                    found[name], _ = convert(plain, type_of(kind), form_of(kind))
+        return pa.table(found)
+
+    def _piece(self, place: int) -> TablePiece | None:
+        try:
+            if self._pieces is None:
+                self._pieces = self._source.read(self._chunk, self._types, self._target_bytes)
+            piece = next(itertools.islice(self._pieces, place - self._next, None), None)
+        except (DataError, pa.ArrowException):  # it is for a hint: the record is bad in any case
+            return None
+        self._next = place + 1
+        return piece
+
+
+def fitted_to(schema: pa.Schema, table: pa.Table | None, rows: int) -> pa.Table:
+    """A table of these columns; null where the other has none that fits."""
+    columns: dict[str, pa.Array] = {}
+    for field_ in schema:
+        columns[field_.name] = pa.nulls(rows, field_.type)
+        if table is not None and table.schema.field(field_.name).type == field_.type:
+            columns[field_.name] = whole(table.column(field_.name))
+    return pa.table(columns, schema=schema)
 
 
 class EncodedBatches:

@@ -47,7 +47,7 @@ class RunEncoders:
         )
         found = reader.encoded(piece, "the records", 0, loose=False)
         if found.bad:
-            raise DataError("\n".join(str(bad) for bad in found.bad[:5]))
+            raise DataError("\n".join(bad.told(first=0) for bad in found.bad[:5]))
         return EncodedBatches(self._serving, found.table).batch(0, table.num_rows, 0)
 
 

@@ -100,10 +100,10 @@ def stage(
     return Stage(number, pieces, rows + len(bad), len(bad), bad_file)
 
 
-def too_many(bad: Sequence[Bad], skip: int, total: int | None = None) -> str:
-    """The message for bad records beyond what may be skipped."""
+def too_many(bad: Sequence[Bad], skip: int, total: int | None = None, *, first: int = 1) -> str:
+    """The message for bad records beyond what may be skipped; `first` as in `Bad.told`."""
     total = len(bad) if total is None else total
-    listed = "\n".join(f"  {b}" for b in bad[:SHOWN])
+    listed = "\n".join(f"  {b.told(first=first)}" for b in bad[:SHOWN])
     more = f"\n  ... and {total - SHOWN:,} more" if total > SHOWN else ""
     if skip == 0:
         advice = "Mend them, or leave them out and have them listed: --on-error skip:100"

@@ -23,6 +23,8 @@ from manyhands.values.errors import TaskError
 from manyhands.values.messages import Notice
 from manyhands.values.printable_text import printable
 from manyhands.values.worker_orders import Orders
+from manyhands.values.world import World
+from manyhands.worker.readers.one_stream import OneStream
 from manyhands.worker.readers.reading_crew import MISSING, ReadingCrew
 
 COMPARE_EVERY = 64
@@ -42,6 +44,8 @@ class ReadAhead:
         self, feed: MicroBatchFeed, orders: Orders, line: WorkerChannel, nursery: Nursery | None
     ) -> None:
         self.feed, self.orders, self.line, self.nursery = feed, orders, line, nursery
+        self.stream: OneStream | None = None
+        """Where the data is one."""
         self.dealt: Dealt | None = None
         """Which micro-batches of a step are this worker's, as work is dealt now."""
         self.workers_here = 1
@@ -79,6 +83,9 @@ class ReadAhead:
         self.crew.want(jobs)
 
     def micro_batch(self, step: Cut, index: int) -> MicroBatch:
+        if self.stream is not None:
+            batch, read = self.stream.fetch(step, index)
+            return self.feed.as_micro_batch(step, index, batch, read)
         batch = MISSING
         if self.crew is not None:
             batch = self.crew.take(FetchJob(step.step, index))
@@ -111,6 +118,18 @@ class ReadAhead:
             "that is set while the model is built or computes"
         )
         return own
+
+    def enter(self, world: World, generation: int) -> None:
+        """A place in a view."""
+        self.workers_here = world.local_ranks
+        if self.stream is not None:
+            self.stream.enter(world, generation)
+
+    @property
+    def waited_s(self) -> float:
+        """For whoever reads a stream for all, when a micro-batch was fetched last."""
+        shared = None if self.stream is None else self.stream.shared
+        return 0.0 if shared is None else shared.waited_s
 
     def close(self) -> None:
         if self.crew is not None:

@@ -44,7 +44,7 @@ def read_ahead(orders: Orders, files: list[int]) -> None:
     memory = SlotMemory(files[1], SLOTS)
     with suppress(BrokenPipeError, ConnectionResetError):  # the worker is gone, and so are we
         try:
-            feed = _open(orders)
+            feed = open_as_worker(orders)
         except BaseException as error:
             _answer(channel, ReaderUnable(named(error)[:1000]))
             return
@@ -53,7 +53,8 @@ def read_ahead(orders: Orders, files: list[int]) -> None:
             _answer(channel, _obey(decode_order(data), feed, memory))
 
 
-def _open(orders: Orders) -> MicroBatchFeed:
+def open_as_worker(orders: Orders) -> MicroBatchFeed:
+    """With its threads and kernels: who reads must not matter."""
     train = orders.config.train
     if train.portable:
         fix_kernels()

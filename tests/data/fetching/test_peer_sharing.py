@@ -28,7 +28,7 @@ from manyhands.launch.engines.launcher import Launcher
 from manyhands.values.config import DataConfig
 from manyhands.values.credentials import new_secret
 from manyhands.values.join_token import key_for
-from manyhands.values.messages import Keeper
+from manyhands.values.view import Keeper
 from tests.support.cluster import MANYHANDS, PATIENCE_S, Watched
 from tests.support.prepared_folders import fixed, write_folder
 from tests.support.situations import now, w

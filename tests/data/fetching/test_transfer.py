@@ -164,6 +164,7 @@ def test_somebody_who_lets_go_is_waited_for(tmp_path: Path, shards: list[ShardIn
     letting_go.start()
     fill(cache, shards, 1)
     letting_go.join()
+    assert here(cache, shards) == [1]
 
 
 def test_a_limit_below_one_shard_is_refused(tmp_path: Path, shards: list[ShardInfo]) -> None:

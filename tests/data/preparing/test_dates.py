@@ -203,3 +203,32 @@ def test_text_without_a_letter_is_missing_when_serving(tmp_path: Path) -> None:
     encoders = Encoders.load(read_manifest(folder).encoders)
     nothing = encoders.apply({"n": [None], "when": [None]})
     assert encoders.apply({"n": [""], "when": [" "]}).equals(nothing)
+
+
+@pytest.mark.parametrize(
+    ("dates", "form", "said"),
+    [
+        (["03/04/24", "28/04/24"], "time", "when=time:%d/%m/%y"),
+        (["03.04.24", "28.04.24"], "time:dmy", "when=time:%d.%m.%y"),
+        (["3-Apr-24", "28-Apr-24"], "time", "when=time:%d-%b-%y"),
+        (["03/04/24 10:30"], "time", "when=time:%d/%m/%y (with its time: %d/%m/%y %H:%M)"),
+        (["03/04/2024", "soon"], "time:dmy", ""),
+        (["03/04/24"], "time:%d.%m.%y", ""),
+    ],
+)
+@pytest.mark.parametrize("format", ["csv", "jsonl"])
+def test_a_year_of_two_digits_is_told_what_it_needs(
+    dates: list[str], form: str, said: str, format: str, tmp_path: Path
+) -> None:
+    rows = [{"n": i, "when": dates[i % len(dates)]} for i in range(50)]
+    lines = ["n,when", *(f"{r['n']},{r['when']}" for r in rows)]
+    source = tmp_path / f"a.{format}"
+    source.write_text("\n".join(lines if format == "csv" else map(json.dumps, rows)) + "\n")
+    with pytest.raises(DataError, match="bad records") as told:
+        mh.prepare([source], tmp_path / "to", types={"when": form}, workers=1)
+    first = str(told.value).splitlines()[1]
+    hint = "; a year of two digits needs a format, as in --type "
+    assert (hint + said in first) if said else (hint not in first), first
+    if said and " (" not in said:
+        given = said.removeprefix("when=")
+        mh.prepare([source], tmp_path / "to", types={"when": given}, workers=1)

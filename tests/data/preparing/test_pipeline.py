@@ -242,6 +242,7 @@ def test_other_settings_do_not_continue_an_interrupted_preparation(tmp_path: Pat
         ({"memory": "1kB"}, "too little"),
         ({"encode": {"age": "nonsense"}}, "there is no encoding 'nonsense'"),
         ({"types": {"nobody": "int"}}, "there is no column 'nobody'"),
+        ({"label": "incom"}, "no column 'incom'; did you mean 'income'"),
         ({"folds": 3, "split": "ratio=0.5"}, "a split or folds"),
         ({"split": "ratio=0.5:0.1"}, "sum to 1"),
     ],
@@ -462,6 +463,8 @@ def test_what_encoders_never_saw_is_said(
     assert "label 'y': 45 of 60 records have one that was not there" in said
     assert "(for example 'Yes.')" in said
     assert "feature 'word': 40 of 60 values were not there" in said
+    assert made.statistics["x"]["most"] == 59 and made.statistics["word"]["distinct values"] == 41
+    assert list(made.statistics["y"]["common values"]) == ["Yes.", "no"]
     assert "'v1', 'v10', 'v11', 'v13', 'v14'" in said
     assert made.lineage["unseen"]["y"] == {"values": 60, "unknown": 45, "examples": ["Yes."]}
     assert made.splits["test"].labels == {"unknown": 45, "no": 15}

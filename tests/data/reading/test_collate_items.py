@@ -1,5 +1,6 @@
 """A batch by the task's own collate; and records of which none can be made, in words."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,28 @@ def test_held_out_records_are_collated_alike(launcher: Launcher, tmp_path: Path)
     assert held is not None
     expected = sum(len(SENTENCES[i]) for i in held.names(np.arange(10)))
     assert found[0][1]["seen"] == expected
+
+
+def returns_nothing(records: list[Any]) -> None:
+    padded(records)
+
+
+@pytest.mark.parametrize("wrapped", [lambda f: f, partial], ids=["function", "partial"])
+def test_a_collate_that_returns_nothing_is_told_by_name(
+    wrapped: Any, launcher: Launcher, tmp_path: Path
+) -> None:
+    with pytest.raises(ManyhandsError) as caught:
+        mh.train(
+            task(collate=wrapped(returns_nothing)),
+            to=tmp_path / "run",
+            workers=2,
+            settings=["train.batch=8", "train.micro_batch=2"],
+            quiet=True,
+            launcher=launcher,
+        )
+    line = returns_nothing.__code__.co_firstlineno
+    place = f"collate ({__file__}:{line})"
+    assert f"{place} returned None for 2 records; it must return the batch" in str(caught.value)
 
 
 def test_a_collate_that_fails_names_its_records_and_the_line(

@@ -117,23 +117,23 @@ def test_it_is_read_once_and_little_is_kept() -> None:
 def test_a_stream_that_tells_its_state_is_gone_on_with_from_there() -> None:
     first = feed_of(Stateful(1000))
     whole = everything(first, 40)
-    saved = first.stream_state(40)
-    assert saved is not None and saved[1] == 320
+    saved = first.state_before_batch(40)
+    assert saved is not None and saved[1] == 256  # the last before batch 39, which is compared
     other = Stateful(1000)
     again = feed_of(other)
-    again.resume_stream(saved)
+    again.offer_stream_states([saved])
     assert fetched(again, 40, 0) == fetched(first, 40, 0)
-    assert other.given == 2
+    assert other.given == 320 + 2 - 256
     assert fetched(again, 3, 1) == whole[3 * 4 + 1]  # before it: from the beginning
 
 
 def test_a_state_of_an_earlier_pass_is_of_its_pass() -> None:
     first = feed_of(Stateful(100))  # 64 is the first state that is kept of each
     everything(first, 22)
-    saved = first.stream_state(22)
+    saved = first.state_before_batch(22)
     assert saved is not None and saved[1:3] == [164, (1, 64)]
     again = feed_of(Stateful(100))
-    again.resume_stream(saved)
+    again.offer_stream_states([saved])
     assert fetched(again, 22, 0) == fetched(first, 22, 0)
 
 
@@ -141,7 +141,7 @@ def test_a_state_that_is_not_plain_data_is_not_used() -> None:
     feed = feed_of(Stateful(1000, odd=object()))
     everything(feed, 20)
     assert isinstance(feed.records, StreamRecords)
-    assert feed.stream_state(20) is None
+    assert feed.state_before_batch(20) is None
     assert feed.records.skips_because == "its state is not plain data"
 
 
@@ -158,9 +158,9 @@ def test_the_state_of_a_shuffled_stream_of_hugging_face_is_not_trusted() -> None
     )
     for step in range(20):
         assert feed.fetch(feed.cut(step), 0)["k"].tolist() == list(range(8 * step, 8 * step + 8))
-    saved = feed.stream_state(20)
+    saved = feed.state_before_batch(20)
     assert saved is not None and saved[1] == 128
-    feed.records.resume(saved)  # pyright: ignore
+    feed.records.offer([saved])  # pyright: ignore
     assert feed.fetch(feed.cut(20), 0)["k"].tolist() == list(range(160, 168))
     shuffled = plain.shuffle(seed=1, buffer_size=20)
     kept = StreamRecords(shuffled, None, pass_records=None, window=None)
@@ -189,7 +189,7 @@ def test_what_is_a_stream() -> None:
         (Numbers(3), Numbers(3), {}, "held_out is a stream"),
         ([1, 2], Numbers(3), {}, "held_out is a stream"),
         ([1, 2], None, {"shuffle_window": 9}, "are for streams"),
-        (Numbers(3), None, {"readers": 2}, "each worker reads by itself"),
+        (Numbers(3), None, {"readers": 2}, "which is read in sequence"),
     ],
 )
 def test_what_a_stream_cannot_do_is_refused(

@@ -1,7 +1,4 @@
-"""Readers fetch ahead, and the weights do not show it: however many, and whatever befalls them.
-
-Only workers build the model, so a process that has not built it and fetches is a reader.
-"""
+"""Readers fetch ahead, and the weights do not show it: however many, and whatever befalls them."""
 
 import os
 import random
@@ -13,7 +10,6 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -36,18 +32,12 @@ from manyhands.values.planned_faults import FaultPlan
 from manyhands.worker.readers import reader_process
 from manyhands.worker.readers.reading_crew import MISSING, ReadingCrew
 from manyhands.worker.readers.slot_memory import BatchMissing, FetchOrder, SlotMemory, create_slots
+from tests.support.who_reads import adam, build, in_worker, net, note, warned_in
 
 pytestmark = pytest.mark.timeout(120)
 
 RECORDS, SEED = 50, 5
 CUT = ["train.batch=12", "train.micro_batch=2", "train.epochs=2", f"train.seed={SEED}"]
-IN_WORKER = False
-
-
-def build() -> nn.Module:
-    global IN_WORKER
-    IN_WORKER = True
-    return nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3), nn.GELU(), nn.Linear(8, 3))
 
 
 class Sample(NamedTuple):
@@ -66,7 +56,7 @@ class Drawn:
         return RECORDS
 
     def __getitem__(self, k: int) -> Sample:
-        if not IN_WORKER:
+        if not in_worker():
             self.note(f"reader-{os.getpid()}")
             if self.happen is not None:
                 self.happen(self, k)
@@ -74,12 +64,7 @@ class Drawn:
         return Sample(drawn + k / 10, k % 3, f"record {k}")
 
     def note(self, name: str) -> bool:
-        """Whether nobody has noted it before."""
-        try:
-            (self.folder / name).touch(exist_ok=False)
-        except FileExistsError:
-            return False
-        return True
+        return note(self.folder, name)
 
 
 def loss(model: nn.Module, batch: Sample) -> Tensor:
@@ -104,9 +89,6 @@ class Patient:
 
 
 def task(data: Any, with_loss: Any = loss) -> mh.Task:
-    def adam(model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(model.parameters(), lr=1e-2)
-
     return mh.Task(model=build, loss=with_loss, optimizer=adam, data=data)
 
 
@@ -135,12 +117,7 @@ def trained(
         launcher=launcher,
         **more,
     )
-    return Told(report.fingerprint, report.weights, notices(to))
-
-
-def notices(run: Path) -> str:
-    lines = (run / "events.jsonl").read_text().splitlines()
-    return "\n".join(e["text"] for e in map(msgspec.json.decode, lines) if e["event"] == "Warned")
+    return Told(report.fingerprint, report.weights, warned_in(to))
 
 
 @pytest.fixture(scope="module")
@@ -190,8 +167,8 @@ def test_one_micro_batch_a_step_is_the_loop_one_would_write(
         launcher, tmp_path / "run", Drawn(seen), "data.readers=2", "train.micro_batch=12"
     )
     seed_everything(SEED, "model")
-    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3), nn.GELU(), nn.Linear(8, 3)).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model = net().train()
+    optimizer = adam(model)
     data, per_epoch = Drawn(seen), steps_per_epoch(RECORDS, batch)
     for step in range(2 * per_epoch):
         epoch, k = divmod(step, per_epoch)

@@ -46,9 +46,13 @@ class Bad(msgspec.Struct, frozen=True):
     """The beginning of it, made printable."""
 
     def __str__(self) -> str:
+        return self.told(first=1)
+
+    def told(self, *, first: int) -> str:
+        """`first`: the number that the first record of a file has for those who are told."""
         place = f", byte {self.byte:,}" if self.byte >= 0 else ""
         shown = f": {self.text}" if self.text else ""
-        return f"{self.file}, record {self.record + 1:,}{place}: {self.what}{shown}"
+        return f"{self.file}, record {self.record + first:,}{place}: {self.what}{shown}"
 
 
 @dataclass(frozen=True, slots=True)

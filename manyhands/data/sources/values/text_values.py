@@ -10,6 +10,7 @@ rounded is another one. Invariant: the type of a whole column is `schema.unify` 
 parts, so it does not depend on where a file is cut.
 """
 
+import re
 from collections.abc import Sequence
 
 import numpy as np
@@ -152,10 +153,22 @@ def _too_large(texts: pa.Array, rows: NDArray[np.int64], kind: pa.DataType) -> N
     return np.concatenate([_too_large(texts, part, kind) for part in parts])
 
 
+_SHORT_YEAR = re.compile(
+    r"\s*\d\d?(?P<mark>[/.-])(?P<month>\d\d?|[A-Za-z]{3,9})(?P=mark)\d\d(?P<more>\D|$)"
+)
+"""Dates with a year of two digits, whichever part of them that is."""
+
+
 def misfit(name: str, text: str, kind: pa.DataType, form: str = "") -> str:
     """What is wrong with a value."""
     shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
-    return f"column '{name}': {shown!r} is no {name_of(kind)}{f':{form}' if form else ''}"
+    what = f"column '{name}': {shown!r} is no {name_of(kind)}{f':{form}' if form else ''}"
+    if pa.types.is_timestamp(kind) and "%" not in form and (short := _SHORT_YEAR.match(text)):
+        mark, month = short["mark"], "m" if short["month"].isdigit() else "b"
+        example = f"%d{mark}%{month}{mark}%y"
+        more = f" (with its time: {example} %H:%M)" if short["more"] else ""
+        what += f"; a year of two digits needs a format, as in --type {name}=time:{example}{more}"
+    return what
 
 
 def nulls_of(more: Sequence[str]) -> pa.Array:
