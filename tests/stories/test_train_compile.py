@@ -12,10 +12,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import manyhands as mh
+from manyhands.accounting.ledger import read
+from manyhands.accounting.ledger_lines import Computing
 from manyhands.launch.engines.launcher import Launcher
 from manyhands.stories.replay import replay
 from manyhands.values.errors import ConfigError
+from manyhands.values.kernels import COMPILED
 from manyhands.values.planned_faults import FaultPlan
+from manyhands.values.run_folder import RunDir
 from tests.catalogue.case import adamw, classify, rows
 from tests.catalogue.test_catalogue import compare
 
@@ -55,7 +59,10 @@ def test_the_bits_of_plain_pytorch_that_compiles(launcher: Launcher, tmp_path: P
     compare(load_file(report.weights), load_file(file))
     assert report.recoveries == 2
     found = replay(tmp_path / "run", task(), step=3, to=6, launcher=launcher)
-    assert found.same and found.compared_weights
+    assert found.same and found.compared_weights and found.otherwise is None
+    computing = [e for e in read(RunDir(tmp_path / "run").ledger) if isinstance(e, Computing)]
+    (kernels,) = computing[0].kernels
+    assert COMPILED in kernels.marks and kernels.compiler in kernels.words
 
 
 def lengths(model: nn.Module, batch: Any) -> Tensor:

@@ -7,7 +7,8 @@ the second size it meets), random numbers are torch's own (`fallback_random`), a
 quietly give up and compute without the compiler, after too many kinds, it is an error.
 
 Code is made in each worker, without helpers (a forked process has none), and the compiler's work is
-shared: inductor's cache is one for the host, and who comes second waits for who compiles. Only
+shared: inductor's cache is one for the host and compiler, and who comes second waits for who
+compiles. Which compiler that is, compiler_mark.py says. Only
 forward with gradients is compiled: scores and predictions are computed as everywhere else.
 """
 
@@ -28,7 +29,7 @@ MOST_KINDS = 16
 
 def compile_forward(model: Module) -> None:
     """Calls of `model` with gradients run compiled from now on, in this process."""
-    _set_up()
+    set_up_compiler()
     plain: Callable[..., Any] = model._call_impl  # pyright: ignore[reportUnknownMemberType, reportPrivateUsage, reportUnknownVariableType]
     compiled: Callable[..., Any] = torch.compile(plain, dynamic=False)
 
@@ -43,8 +44,8 @@ def compile_forward(model: Module) -> None:
     model._compiled_call_impl = call  # type: ignore[assignment]  # as model.compile() does it
 
 
-def _set_up() -> None:
-    """For the whole process."""
+def set_up_compiler() -> None:
+    """For the whole process; raises where there is no compiler."""
     import torch._inductor.config as inductor
 
     inductor.compile_threads = 1  # before the rest is imported: it would start processes

@@ -21,12 +21,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from manyhands.training.compute.compiler_mark import compiler_here, digest_of
 from manyhands.training.compute.portable_functions import replace_functions
 from manyhands.training.compute.portable_products import replace_products
 from manyhands.training.compute.replaced_kernels import KernelSet
 from manyhands.values.environment import PORTABLE, variables
 from manyhands.values.errors import RequestError
-from manyhands.values.kernels import Kernels
+from manyhands.values.kernels import COMPILED, Kernels
 from manyhands.values.machine import processor
 
 _LETTERS = 12
@@ -34,17 +35,20 @@ _MKL_BRANCH, _COMPATIBLE = 1, 3
 """MKL_CBWR_BRANCH and MKL_CBWR_COMPATIBLE of mkl_types.h"""
 
 
-def kernels_here(*, portable: bool, precision: str) -> Kernels:
+def kernels_here(*, portable: bool, precision: str, compiles: bool = False) -> Kernels:
     """Of this process, as it computes now. In half precision also those of that, which kill
     processes on machines that announce instructions they do not allow; so only where they are going
-    to be used."""
+    to be used. With `compiles` also who makes kernels here (compiler_mark.py)."""
     trials = dict(_TRIALS)
     if precision in _IN_HALF:
         trials[precision] = _IN_HALF[precision]
     with torch.enable_grad():
         marks = {kind: _mark(trial()) for kind, trial in trials.items()}
+    compiler = compiler_here() if compiles else ""
+    if compiler:
+        marks[COMPILED] = digest_of(compiler)
     capability = torch.backends.cpu.get_cpu_capability()
-    return Kernels(processor(), capability, str(torch.__version__), marks, portable)
+    return Kernels(processor(), capability, str(torch.__version__), marks, portable, compiler)
 
 
 _fixed: list[KernelSet] = []

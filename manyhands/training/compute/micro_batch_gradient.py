@@ -67,7 +67,7 @@ def compute(
     return Leaf(value.item(), weight, numbers)
 
 
-def digest(parameters: Iterable[Tensor], leaf: Leaf) -> int:
+def digest(parameters: Iterable[Tensor], leaf: Leaf, of_rows: Iterable[Tensor] = ()) -> int:
     """48 bits of a hash over a micro-batch's loss and gradients; they are left as they are."""
     found = hashlib.sha256(repr((leaf.loss, leaf.weight)).encode())
     for parameter in parameters:
@@ -77,6 +77,8 @@ def digest(parameters: Iterable[Tensor], leaf: Leaf) -> int:
             raw = dense.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
             found.update(raw.numpy().data)
         found.update(b"|")
+    for tensor in of_rows:
+        found.update(tensor.numpy().tobytes() + b"|")
     return int.from_bytes(found.digest()[:6], "big") or 1
 
 

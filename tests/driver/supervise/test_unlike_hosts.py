@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from manyhands.driver.supervise.decisions import DropHost, IssueView, Wait
@@ -9,7 +10,7 @@ from manyhands.driver.supervise.membership import decide
 from manyhands.driver.supervise.unlike_hosts import UnlikeHosts, first_host
 from manyhands.driver.supervise.worker_states import ComputingHost, Situation, WorkerState
 from manyhands.values import events
-from manyhands.values.kernels import Kernels, otherwise, unlike
+from manyhands.values.kernels import COMPILED, Kernels, otherwise, unlike
 
 AMD = Kernels("AMD EPYC", "AVX2", "2.13.0", {"products": "a1", "sums": "s"})
 INTEL = Kernels("Xeon", "AVX512", "2.13.0", {"products": "b2", "sums": "s"})
@@ -86,6 +87,29 @@ def test_people_are_told_once_who_differs_and_what_to_do(mode: Any) -> None:
     assert "b computes otherwise than home, with other bits in products" in text
     assert "Xeon" in text and "AMD EPYC" in text and "train.portable=true" in text
     assert ("b is turned away" in text) == ("train.unlike=warn" in text) == (mode == "refuse")
+
+
+@pytest.mark.parametrize(
+    ("other", "cure"),
+    [
+        ({"compiler": "GCC 13", "marks": {**AMD.marks, COMPILED: "d"}}, "Give both the same C++"),
+        (
+            {"processor": "Xeon", "marks": {"products": "b2", COMPILED: "c"}},
+            "Without train.compile,",
+        ),
+    ],
+)
+def test_hosts_that_compile_are_told_what_helps_there(other: dict[str, Any], cure: str) -> None:
+    told: list[events.AnyEvent] = []
+    compiles = Kernels(
+        "AMD EPYC", "AVX2", "2.13.0", {**AMD.marks, COMPILED: "c"}, compiler="GCC 12"
+    )
+    another = msgspec.structs.replace(compiles, **other)
+    UnlikeHosts(situation(worker(0, "", compiles), worker(1, "b", another)), told.append).look()
+    (event,) = told
+    assert isinstance(event, events.Warned)
+    assert cure in event.text and "compiled by GCC 12" in event.text
+    assert another.compiler in event.text
 
 
 def test_machines_of_a_resume_are_compared_by_what_they_compute() -> None:

@@ -1,9 +1,6 @@
 """A host whose kernels are really others: its daemon has ATEN_CPU_CAPABILITY=default."""
 
 import json
-import os
-import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,46 +11,19 @@ import manyhands as mh
 from manyhands.accounting.ledger import read
 from manyhands.accounting.ledger_lines import Computing
 from manyhands.launch.engines.launcher import Launcher
-from manyhands.launch.engines.memory_segments import create_segments
-from manyhands.launch.hosts.joined_hosts import Listening
 from manyhands.launch.hosts.many_hosts import ManyHosts
 from manyhands.stories.replay import replay
-from manyhands.values.join_token import key_for
 from manyhands.values.run_folder import RunDir
-from tests.support.cluster import MANYHANDS
 from tests.support.tasks import make
+from tests.support.unlike_host import beside_another
 
 SETTINGS = ["train.batch=24", "train.micro_batch=4", "train.steps=6", "log.every_steps=1"]
 
 
 @pytest.fixture(scope="module")
 def two_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ManyHosts]:
-    """This one, and one that computes otherwise; each with room for one worker."""
-    folder = tmp_path_factory.mktemp("unlike")
-    token = folder / "token"
-    key = key_for(token)
-    entry = "tests.support.warm_worker:main"
-    launcher = ManyHosts(entry, create_segments(), Listening(["127.0.0.1"], 0, key, here=1))
-    join = ["--join", f"127.0.0.1:{launcher.hosts.server.port}", "--token-file", str(token)]
-    with (folder / "said.txt").open("wb") as out:
-        daemon = subprocess.Popen(
-            [*MANYHANDS, "worker", *join, "--name", "other", "--slots", "1"],
-            env={**os.environ, "ATEN_CPU_CAPABILITY": "default", "TMPDIR": str(folder)},
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-        )
-    try:
-        deadline = time.monotonic() + 90
-        while not launcher.hosts.others:
-            assert time.monotonic() < deadline, (folder / "said.txt").read_text()
-            launcher.poll()
-            time.sleep(0.02)
-        yield launcher
-    finally:
-        launcher.close()
-        daemon.terminate()
-        daemon.wait(30)
+    with beside_another(tmp_path_factory.mktemp("unlike"), ATEN_CPU_CAPABILITY="default") as hosts:
+        yield hosts
 
 
 def train(launcher: Launcher, to: Path, workers: int, *settings: str) -> mh.Report:
@@ -119,4 +89,4 @@ def test_a_run_that_goes_on_with_other_kernels_says_so(
     )
     said = " ".join(capsys.readouterr().err.split())
     assert "this computes otherwise than what trained the run" in said
-    assert "bits will differ from here on" in said
+    assert "bits may differ from here on" in said
