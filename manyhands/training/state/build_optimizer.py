@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from manyhands.accounting.phases import phases_of
 from manyhands.training.state.phased_optimizer import PhasedOptimizer
+from manyhands.training.state.rows.embedding import Embedding
 from manyhands.training.state.schedule_effects import refuse_functions_that_remember
 from manyhands.training.state.schedules import Schedules, TimedSchedule
 from manyhands.values.errors import TaskError
@@ -45,6 +46,12 @@ def _named(schedule: Any) -> Mapping[str, Callable[[Optimizer], Any]]:
 
 
 def _built(what: str, make: Callable[[Module], Any], model: Module) -> Optimizer:
+    tables = any(isinstance(module, Embedding) for module in model.modules())
+    if tables and next(model.parameters(), None) is None:
+        raise TaskError(
+            f"Task: the model has tables (mh.Embedding) and no parameter beside them, which "
+            f"{what} wants, as torch's do. Give it one: a bias, say."
+        )
     made = make(model)
     if isinstance(made, torch.optim.Optimizer):
         return made

@@ -205,6 +205,17 @@ def share_out(layout: Layout, workers: int, *, cut: str) -> list[list[Span]]:
     return owners
 
 
+def most_shares(layout: Layout, *, cut: str) -> int | None:
+    """With more of them somebody gets nothing; None: one has all of it, however many there are."""
+    match cut:
+        case "blocks":
+            return max(1, layout.first_blocks[-1])
+        case "pieces":
+            return max(1, sum(p.numel > 0 for p in layout.trainable))
+        case _:
+            return None
+
+
 def units(layout: Layout, spans: Sequence[Span], *, cut: str) -> list[Unit]:
     """A worker's spans in units of about equal size, none larger than UNIT where it can be cut."""
     total = sum(s.stop - s.start for s in spans)

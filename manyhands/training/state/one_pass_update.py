@@ -4,7 +4,8 @@
 Being recoverable costs a copy of all that a step changes. As a pass of its own that takes longer
 than a fused optimizer's whole step: both wait for memory. Here each stretch is copied aside and
 updated while it is in the first cache, block by block, so that the copy is as good as free
-(one_pass_update.c, which also says in which order).
+(one_pass_update.c, which also says in which order). What follows a block, as an average of the
+weights does, follows it there too (followers.py).
 
 It does what torch does, to the bit, or it is not used: before its first use it takes steps beside
 torch, on made-up numbers, in each of the ways in which torch's kernels may have been compiled.
@@ -28,9 +29,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from manyhands.training.state import layout
+from manyhands.training.state.followers import Follower, native_update
+from manyhands.training.state.followers import NativeSpan as _Span
 from manyhands.training.state.layout import Bounds, Lanes, Unit
 from manyhands.training.state.undo_log import HEAD_WORDS, UndoLog
-from manyhands.values.native_library import native_library
 
 F32 = torch.float32
 optim: Any = torch.optim
@@ -44,18 +46,9 @@ _SLOTS: dict[type, tuple[str, ...]] = {
 _OTHER_WAYS = ("amsgrad", "maximize", "capturable", "differentiable", "foreach")
 
 
-class _Span(ctypes.Structure):
-    """As one_pass_update.c has it, and so the next."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("weight", "first", "second", "gradient")),
-        *((name, ctypes.c_void_p) for name in ("counter", "done")),
-        *((name, ctypes.c_int64) for name in ("number", "size", "lanes", "kind", "nesterov")),
-        *((name, ctypes.c_double) for name in ("rate", "decay", "beta1", "beta2", "eps")),
-    )
-
-
 class _Undo(ctypes.Structure):
+    """As one_pass_update.c has it."""
+
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("head", "weight", "first", "second")),
         ("block", ctypes.c_int64),
@@ -94,8 +87,13 @@ class Kernel:
     width: int
     fma: int
 
-    def __call__(self, spans: Any, step: int, undo: _Undo) -> None:
-        self.update(spans, len(spans), step, ctypes.byref(undo), self.width, self.fma)
+    def __call__(
+        self, spans: Any, step: int, undo: _Undo, followers: Sequence[Follower] = ()
+    ) -> None:
+        count = len(followers)
+        passed = (Follower * count)(*followers) if count else None
+        how = (self.width, self.fma, passed, count)
+        self.update(spans, len(spans), step, ctypes.byref(undo), *how)
 
 
 def one_pass(
@@ -142,8 +140,15 @@ class OnePassUpdate:
                 entry.counter = counters.data_ptr() + entry.number * counters.element_size()
         self._filled: Any = None
 
-    def take(self, gradient: Lanes, origin: Bounds, touched: Sequence[bool], step: int) -> bool:
-        """Take step `step`; False: it is not for us, and nothing was done."""
+    def take(
+        self,
+        gradient: Lanes,
+        origin: Bounds,
+        touched: Sequence[bool],
+        step: int,
+        followers: Sequence[Follower] = (),
+    ) -> bool:
+        """Take step `step`, and they follow; False: it is not for us, and nothing was done."""
         kind, start = type(self.optimizer), origin[F32][0] * F32.itemsize
         wanted = (
             gradient[F32].data_ptr() - start,
@@ -156,7 +161,7 @@ class OnePassUpdate:
         if wanted != self._filled:  # mostly nothing of it changes
             self._filled = wanted if self._fill(*wanted) else None
         if self._filled is not None:
-            self.kernel(self._spans, step, self._undo)
+            self.kernel(self._spans, step, self._undo, followers)
         return self._filled is not None
 
     def _fill(self, base: int, touched: list[bool], of_groups: list[Numbers | None]) -> bool:
@@ -207,13 +212,10 @@ _SIZES = (3, 31, 4096 + 13)
 @cache
 def kernel_for(kind: type) -> Kernel | None:
     """The way that has the bits of torch's own steps, if there is one."""
-    if (library := native_library()) is None or kind not in _TRIED:
+    if (native := native_update()) is None or kind not in _TRIED:
         return None
-    update = library.update
-    update.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 2, ctypes.c_void_p]
-    update.argtypes += [ctypes.c_int64] * 2
-    update.restype = None
-    ways = [(8, 1), (16, 1)] if library.has_fma() else []
+    update, has_fma = native
+    ways = [(8, 1), (16, 1)] if has_fma else []
     kernels = [Kernel(update, width, fma) for width, fma in (*ways, (16, 0))]
     for trial in (_Trial(kind, settings) for settings in _TRIED[kind]):
         kernels = [kernel for kernel in kernels if trial.agrees(kernel)]

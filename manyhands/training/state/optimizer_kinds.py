@@ -11,6 +11,7 @@ Which parts may be separated depends on what the optimizer looks at:
 """
 
 import inspect
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch.optim import Optimizer
 
 from manyhands.training.state.layout import Layout
 from manyhands.training.state.optimizer_attributes import refuse_hidden_optimizers
-from manyhands.training.state.phased_optimizer import PhasedOptimizer, parts_of
+from manyhands.training.state.phased_optimizer import PhasedOptimizer, kind_name, parts_of
 from manyhands.training.state.undo_log import SlotKey
 from manyhands.values.errors import OptimizerRefused
 
@@ -60,7 +61,8 @@ def how_to_cut(optimizer: Optimizer) -> tuple[str, str]:
     if kind is optim.SparseAdam:
         raise OptimizerRefused(
             "SparseAdam wants sparse gradients, and gradients are summed as dense vectors here. "
-            "Use Adam (embeddings with sparse=True are fine)."
+            "Use Adam (embeddings with sparse=True are fine), or for rows alone "
+            'mh.Embedding(..., optimizer="adam").'
         )
     hooks = has_hooks(optimizer)
     if kind in ELEMENT_WISE and not hooks:
@@ -135,6 +137,18 @@ def what_it_keeps(optimizer: Optimizer, layout: Layout) -> Kept:
             keys[dtype] = tuple(found)
         kept.by_group.append(keys)
     return replace(kept, replaced=frozenset(replaced))
+
+
+def refuse_what_comes_late(
+    optimizer: Optimizer, known: Collection[str], key: str, value: object
+) -> None:
+    """`known`: what it was found to keep for such a parameter."""
+    if isinstance(value, Tensor) and key not in known:
+        raise OptimizerRefused(
+            f"{kind_name(optimizer)} has begun to keep '{key}', which it did not when the run "
+            "began; there is no place for it that outlives a worker. Was momentum 0 then? Begin "
+            "with one above 0, however small."
+        )
 
 
 def like(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:

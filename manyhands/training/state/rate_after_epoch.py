@@ -4,8 +4,11 @@ was meant to be stepped once an epoch, and is stepped after every step, ends nea
 
 import json
 
+from torch.optim.lr_scheduler import OneCycleLR
+
 from manyhands.training.state.param_groups import groups_from_json, groups_to_json, schedule_to_json
 from manyhands.training.state.schedules import Schedules, TimedSchedule
+from manyhands.values.errors import TaskError
 
 MOST_STEPS = 5000
 """How far it looks ahead."""
@@ -26,6 +29,23 @@ def rates_ahead(schedules: Schedules, steps_per_epoch: int) -> list[str]:
         for part in schedules.parts
         if part.every == "step" and (line := _line(part, steps_per_epoch)) is not None
     ]
+
+
+def refuse_short_schedules(schedules: Schedules, steps: int) -> None:
+    """OneCycleLR ends with its total_steps, and fails at one more: that is said before the first.
+    Other schedules go on as they are."""
+    for part in schedules.parts:
+        if not isinstance(part.scheduler, OneCycleLR):
+            continue
+        lasts = int(part.scheduler.total_steps)
+        if steps <= lasts or (needed := schedules.times_stepped(part, steps)) <= lasts:
+            continue
+        whose = f" of '{part.phase}'" if part.phase else ""
+        raise TaskError(
+            f"Task: the schedule{whose}, {type(part.scheduler).__name__}, has total_steps = "
+            f"{lasts}, and this run of {steps} steps would step it {needed} times (after every "
+            f"{part.every}), where torch fails. Give it total_steps={needed}, or train for less."
+        )
 
 
 def _line(part: TimedSchedule, steps: int) -> str | None:

@@ -17,6 +17,7 @@ from torch.nn import Module
 from torch.nn.parameter import Parameter, is_lazy
 from torch.optim import Optimizer
 
+from manyhands.training.memory.memory import Memory
 from manyhands.training.state import loss_scale
 from manyhands.training.state.layout import (
     Lanes,
@@ -28,10 +29,10 @@ from manyhands.training.state.layout import (
     refuse_second_views,
 )
 from manyhands.training.state.loss_scale import LossScale, first_state
-from manyhands.training.state.memory import Memory
 from manyhands.training.state.module_buffers import ModuleBuffers, kind_of
 from manyhands.training.state.module_paths import without_compilers
 from manyhands.training.state.phased_optimizer import PhasedOptimizer, parts_of
+from manyhands.training.state.rows.tables import Tables
 from manyhands.training.state.schedules import Schedules, no_schedules, split_heard
 from manyhands.training.state.weight_average import AverageKind, WeightAverage
 from manyhands.training.state.weight_guard import WeightGuard
@@ -52,6 +53,8 @@ class StepFacts:
     numbers: Mapping[str, float] = field(default_factory=dict[str, float])
     skipped: str = ""
     """What in it was not finite: nothing was changed."""
+    read: int = 0
+    """Of a stream: the digest of what was read for it; 0: nothing is known."""
 
 
 class Replica:
@@ -104,6 +107,10 @@ class Replica:
             else:
                 lane = torch.zeros(size, dtype=dtype, device=device)
                 self.weights[dtype] = self._shown[dtype] = lane
+        self._protect, self._own, self._own_shown = protect, Lanes(), Lanes()
+        self.apart = False
+        """The module computes with a copy of the weights, which is brought up to date when its
+        worker says so (`own`)."""
         self.averages = {
             kind.name: WeightAverage(kind, self.layout, self.weights, memory, protect=protect)
             for kind in averages
@@ -118,6 +125,7 @@ class Replica:
         self._trained = [p for p in self.parameters.values() if p.requires_grad]
         self.buffers = ModuleBuffers(model, {loss_scale.NAME: first_state()} if scaled else {})
         self.loss_scale = LossScale(self.buffers.carried(loss_scale.NAME) if scaled else None)
+        self.tables = Tables(model, memory, seed)
         self._refuse_strangers()
         self.guard = WeightGuard(self, protected=protect)
 
@@ -141,8 +149,26 @@ class Replica:
 
     def adopt(self) -> None:
         """Make the module's parameters views of the lanes; its own copies are freed."""
+        shown = self._own_shown if self.apart else self._shown
         for piece in self.layout.pieces:
-            self.parameters[piece.name].data = piece.view(self._shown[piece.dtype])
+            self.parameters[piece.name].data = piece.view(shown[piece.dtype])
+
+    def set_apart(self, apart: bool) -> None:
+        """Whether, from the next `adopt` on, the module computes with a copy of its own."""
+        self.apart = apart
+        if not apart or self._own:
+            return
+        memory = Memory(None)
+        for dtype, size in self.layout.sizes.items():
+            if self._protect:
+                self._own[dtype], self._own_shown[dtype] = memory.twins(size, dtype=dtype)
+            else:
+                self._own[dtype] = self._own_shown[dtype] = memory.tensor(size, dtype=dtype)
+
+    @property
+    def own(self) -> Lanes:
+        """The weights that the module computes with, to be brought up to date."""
+        return self._own if self.apart else self.weights
 
     def rehearse(self) -> None:
         """Give the module's parameters memory of their own, with the weights in it."""
@@ -153,8 +179,9 @@ class Replica:
             self.parameters[piece.name].data = own.copy_(self.weight(piece))
 
     def weight(self, piece: TensorPlace) -> Tensor:
-        """A parameter as it lives in the lanes: to be written to by the optimizer."""
-        return piece.view(self.weights[piece.dtype])
+        """A parameter as it lives in the lanes that the module computes with: to be written to by
+        the optimizer."""
+        return piece.view(self.own[piece.dtype])
 
     def advance(self) -> None:
         """A step has been taken."""
@@ -206,8 +233,7 @@ class Replica:
         these are the weights."""
         average, found = self.averages[name], self.tensors()
         if average.count:
-            lanes = average.lanes(average.count)
-            found |= {p.name: p.view(lanes[p.dtype]) for p in self.layout.trainable}
+            found |= {p.name: p.view(average.lanes[p.dtype]) for p in self.layout.trainable}
         return found
 
     @contextmanager
@@ -217,9 +243,8 @@ class Replica:
         if average is None or not average.count:
             yield
             return
-        lanes = average.shown()
         for piece in self.layout.trainable:
-            self.parameters[piece.name].data = piece.view(lanes[piece.dtype])
+            self.parameters[piece.name].data = piece.view(average.shown[piece.dtype])
         try:
             yield
         finally:

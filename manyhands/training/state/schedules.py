@@ -85,6 +85,10 @@ class Schedules:
     def have_heard(self, done: int) -> bool:
         return all(part.heard >= done for part in self.parts if part.on_scores)
 
+    def times_stepped(self, part: TimedSchedule, steps: int) -> int:
+        """In a run of so many steps."""
+        return sum(not part.on_scores and self._due(part, step) for step in range(steps))
+
     def change(self, settings: Mapping[str, Any]) -> None:
         """Hyper-parameters of every group."""
         optimizer = self.optimizer

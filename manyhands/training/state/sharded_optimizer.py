@@ -8,10 +8,8 @@ depends on its kind (optimizer_kinds.py).
 A parameter that received no gradient in any micro-batch is skipped: None is not zero.
 """
 
-import inspect
-import sys
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,20 +17,23 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from manyhands.training.compute.seeds import seed_everything
+from manyhands.training.state.bare_step import bare_step
+from manyhands.training.state.followers import Follower
 from manyhands.training.state.layout import (
     Bounds,
     Lanes,
     Layout,
     Span,
-    TensorPlace,
     Unit,
     block_of,
 )
+from manyhands.training.state.lent_weights import lendable, writable
 from manyhands.training.state.max_norm_rows import shorten
 from manyhands.training.state.module_buffers import ModuleBuffers
 from manyhands.training.state.one_pass_update import OnePassUpdate, one_pass
 from manyhands.training.state.optimizer_attributes import OptimizerAttributes
-from manyhands.training.state.optimizer_kinds import Kept, has_hooks, how_to_cut, like
+from manyhands.training.state.optimizer_kinds import Kept, how_to_cut, like, refuse_what_comes_late
+from manyhands.training.state.param_groups import groups_from_json, groups_to_json
 from manyhands.training.state.phased_optimizer import PhasedOptimizer, acting, kind_name
 from manyhands.training.state.undo_log import KeptValue, UndoLog
 from manyhands.values.errors import OptimizerRefused
@@ -181,6 +182,8 @@ class ShardedOptimizer:
     def pass_over(self, step: int) -> None:
         """Step `step` is done without anything being changed."""
         self._prepared = None
+        if self.works:
+            self._keep_groups(step + 1)
         for work in self.works:
             if self.cut != "blocks":
                 for span, tensor in zip(work.unit.spans, work.tensors, strict=True):
@@ -188,18 +191,28 @@ class ShardedOptimizer:
             self.undo_log.close(self.rank, work.unit, step)
 
     def update(
-        self, work: _Work, gradient: Lanes, origin: Bounds, touched: Sequence[bool], step: int
-    ) -> None:
-        """Take step `step` for one unit. `gradient` covers `origin` of each lane."""
+        self,
+        work: _Work,
+        gradient: Lanes,
+        origin: Bounds,
+        touched: Sequence[bool],
+        step: int,
+        *,
+        followers: Sequence[Follower] = (),
+    ) -> bool:
+        """Take step `step` for one unit. `gradient` covers `origin` of each lane. Returns whether
+        `followers` have followed."""
         if work.doing is not self.users:
             for theirs, ours in zip(self.users.param_groups, work.doing.param_groups, strict=True):
                 ours.update({k: v for k, v in theirs.items() if k != "params"})
         if self._rests(work, touched):
             self._prepared = None
             self.undo_log.close(self.rank, work.unit, step)
-            return
-        if work.one_pass is not None and work.one_pass.take(gradient, origin, touched, step):
-            return
+            return False
+        if work.one_pass is not None and work.one_pass.take(
+            gradient, origin, touched, step, followers
+        ):
+            return True
         if self._prepared != (work.unit.blocks, step):
             self.undo_log.open(self.rank, work.unit, step)
         self._prepared = None
@@ -211,7 +224,7 @@ class ShardedOptimizer:
         if self.cut == "nowhere":
             self._whole_step(step)
         else:
-            self._bare_step(acting(work.doing, step))
+            bare_step(acting(work.doing, step))
         self._settle(work)
         if self.cut != "blocks":
             for span, tensor in zip(work.unit.spans, work.tensors, strict=True):
@@ -220,6 +233,7 @@ class ShardedOptimizer:
         if self.cut == "nowhere":  # the module must not keep views of the gradient
             for tensor in work.tensors:
                 tensor.grad = None
+        return False
 
     def _rests(self, work: _Work, touched: Sequence[bool]) -> bool:
         """Another phase's step, which changes nothing in this unit."""
@@ -236,22 +250,12 @@ class ShardedOptimizer:
         seed_everything(self.seed, step, "optimizer")
         doing = acting(self.users, step)
         attributes = OptimizerAttributes(doing)
-        with writable(self.layout.pieces, self.parameters, self.weights):
-            self._bare_step(doing)
+        with writable(lendable(self.layout.pieces, self.parameters, self.weights)):
+            bare_step(doing)
         attributes.refuse_changes()
+        self._keep_groups(step + 1)
         self.buffers.commit_alone()
         self.undo_log.put_buffers(step + 1, self.buffers.committed)
-
-    def _bare_step(self, optimizer: Optimizer) -> None:
-        """torch's own steps without its wrappers for profiling and compiling, whose first use
-        imports the compiler: 1.5 s. What users wrote is called as it is."""
-        step = inspect.unwrap(type(optimizer).step)
-        torchs = step.__module__.startswith("torch.optim.") and not has_hooks(optimizer)
-        if torchs and not optimizer.defaults.get("differentiable"):
-            with torch.no_grad():
-                step(optimizer)
-        else:
-            optimizer.step()
 
     def _place_gradients(
         self, work: _Work, gradient: Lanes, origin: Bounds, touched: Sequence[bool]
@@ -279,23 +283,15 @@ class ShardedOptimizer:
                 continue
             work.settled.add(k)
             here = block_of(self.layout, span)
+            group = self._group_of.get(id(self.parameters[span.piece.name]))
+            known = () if group is None else self.kept.by_group[group][span.piece.dtype]
             for key, value in state.items():
-                self._refuse_what_comes_late(span, key, value)
+                refuse_what_comes_late(self.users, known, key, value)
                 home = self._home(key, span)
                 if home is not None and isinstance(value, Tensor) and value is not home:
                     home.copy_(value)
                     state[key] = home
             self.undo_log.exists[here] = 1
-
-    def _refuse_what_comes_late(self, span: Span, key: str, value: KeptValue | None) -> None:
-        group = self._group_of.get(id(self.parameters[span.piece.name]))
-        known = () if group is None else self.kept.by_group[group][span.piece.dtype]
-        if isinstance(value, Tensor) and key not in known:
-            raise OptimizerRefused(
-                f"{kind_name(self.users)} has begun to keep '{key}', which it did not when the "
-                "run began; there is no place for it that outlives a worker. Was momentum 0 then? "
-                "Begin with one above 0, however small."
-            )
 
     def _home(self, key: str, span: Span) -> Tensor | None:
         if key in self.undo_log.scalars:
@@ -365,6 +361,18 @@ class ShardedOptimizer:
         round is told by its shape: `sync = "alone"` keeps what every optimizer keeps, whole.)"""
         return value.dim() == 1 and how_to_cut(self.users)[0] == "blocks"
 
+    def _keep_groups(self, step: int) -> None:
+        """What an optimizer keeps in its groups: only one that is left whole can change them, and
+        it does so in one process alone."""
+        if self.cut == "nowhere":
+            groups = json.dumps(groups_to_json(self.users)).encode()
+            self.undo_log.put_groups(step, groups)
+
+    def take_groups(self, step: int) -> None:
+        """As whoever took the step before has left them; the schedule has not followed yet."""
+        if self.cut == "nowhere" and (kept := self.undo_log.get_groups(step)) is not None:
+            groups_from_json(self.users, json.loads(kept))
+
     def keep_extras(self, step: int) -> None:
         """After `load`: what has no flat slot is kept too."""
         if self.cut == "blocks":
@@ -377,61 +385,3 @@ class ShardedOptimizer:
 def _as_it_lies(tensor: Tensor) -> Tensor:
     """All elements of a dense tensor as one vector, in the order in which they lie in memory."""
     return tensor.as_strided((tensor.numel(),), (1,))
-
-
-@contextmanager
-def writable(
-    pieces: Iterable[TensorPlace],
-    parameters: Mapping[str, Tensor],
-    weights: Lanes,
-    *,
-    whose: str = "the optimizer",
-    keep: Callable[[TensorPlace], None] = lambda piece: None,
-) -> Generator[None]:
-    """The module's own parameters may be written to, as an optimizer that is left whole does it:
-    in place, or by giving them other memory, whose values are then taken over. `keep` is told
-    before those are."""
-    lent = [(piece.view(weights[piece.dtype]), parameters[piece.name], piece) for piece in pieces]
-    shown = [parameter.data for _, parameter, _ in lent]
-    for weight, parameter, _ in lent:
-        parameter.data = weight
-    yield
-    for (weight, parameter, piece), before in zip(lent, shown, strict=True):
-        found = parameter.data
-        if found.shape != weight.shape or found.dtype != weight.dtype:
-            raise OptimizerRefused(
-                f"{whose} made a {str(found.dtype).removeprefix('torch.')}"
-                f"{list(found.shape)} of parameter '{piece.name}', which was a "
-                f"{str(weight.dtype).removeprefix('torch.')}{list(weight.shape)}."
-            )
-        if found.data_ptr() != weight.data_ptr() or found.stride() != weight.stride():
-            if not piece.trainable:
-                keep(piece)
-            weight.copy_(found)
-        parameter.data = before
-
-
-@contextmanager
-def one_thread() -> Generator[None]:
-    """Several threads would cut a span where vector kernels leave a scalar tail: other bits."""
-    threads = torch.get_num_threads()
-    if threads == 1:
-        yield
-        return
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
-def without_dynamo() -> None:
-    """Spare a worker the import of torch._dynamo: 1.5 s, more than all else it does to start.
-
-    Optimizers import it to tell the compiler to look away from some of their methods; here, as
-    long as nothing has imported it, there is no compiler to tell.
-    """
-    if "torch._dynamo" not in sys.modules:
-        for name in ("add_param_group", "state_dict", "load_state_dict", "zero_grad"):
-            method = inspect.unwrap(getattr(Optimizer, name))
-            setattr(method, "__dynamo_disable", method)

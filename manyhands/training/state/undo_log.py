@@ -43,9 +43,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from manyhands.training.memory.memory import Memory
 from manyhands.training.state.layout import Lanes, Layout, Unit
-from manyhands.training.state.memory import MOST_RANKS, Memory
 from manyhands.values.errors import OptimizerRefused
+from manyhands.values.machine import MOST_RANKS
 
 SlotKey = tuple[str, torch.dtype]
 Number = float | int | bool
@@ -99,11 +100,14 @@ class UndoLog:
         self._planned: dict[tuple[int, tuple[int, int]], tuple[list[Tensor], list[Tensor]]] = {}
         self._heads = cast(Any, memory.array(MOST_RANKS, HEAD_WORDS, dtype=np.int64))
         self.summed = cast(NDArray[np.int64], memory.array(2, dtype=np.int64))
-        """[step + 1, workers]; [0, 0]: of none."""
+        """[step + 1, updaters]; [0, 0]: of none."""
+        self.updaters = cast(NDArray[np.int64], memory.array(1, dtype=np.int64))
+        """Among how many the update was shared out when the last view began."""
         self._boxes = memory.shelf(2, 64 + sum(n * d.itemsize + 64 for d, n in buffers.items()))
         self._buffer_sizes = buffers
         self._boxed: dict[int, tuple[NDArray[np.int64], Lanes]] = {}
         self._notes = memory.shelf(2, _NOTE_BYTES)
+        self._groups = memory.shelf(2, _NOTE_BYTES)
         pieces = len(layout.trainable) if extras else 0
         largest = max((p.numel * 8 for p in layout.trainable), default=0)
         self._has_extras, self._extra_bytes = extras, _EXTRA_BYTES + 8 * largest
@@ -256,6 +260,14 @@ class UndoLog:
             lane.copy_(copies[dtype])
         return True
 
+    def newest_buffers(self, lanes: Lanes) -> int:
+        """Copies the newest into `lanes`, while somebody may put newer ones; after how many
+        steps."""
+        while True:
+            step = self._newest(self._boxes)
+            if self.get_buffers(step, lanes) and int(self._box(step)[0][0]) == step:
+                return step
+
     def _box(self, step: int) -> tuple[NDArray[np.int64], Lanes]:
         if (k := step % 2) not in self._boxed:
             at, lanes = 64, Lanes()
@@ -286,6 +298,22 @@ class UndoLog:
         head, k = max(heads, key=lambda h: int(h[0][0]))
         number, step, length = (int(n) for n in head)
         return (step, self._notes.box(k)[64 : 64 + length]) if number > 0 else None
+
+    # ---- what an optimizer that is left whole keeps in its groups, by the parity of the step
+
+    def put_groups(self, step: int, groups: bytes) -> None:
+        if len(groups) > _NOTE_BYTES - 64:
+            raise OptimizerRefused(f"the optimizer's groups take {len(groups):,} bytes; too much.")
+        head = cast(Any, self._groups.array(step % 2, 2, dtype=np.int64))
+        head[0] = 0
+        self._groups.box(step % 2)[64 : 64 + len(groups)] = groups
+        head[1] = len(groups)
+        head[0] = step + 1  # never 0, which is what untouched memory says
+
+    def get_groups(self, step: int) -> bytes | None:
+        """As they were after `step` steps; None when they are not here."""
+        stamp, length = (int(n) for n in self._groups.array(step % 2, 2, dtype=np.int64))
+        return self._groups.box(step % 2)[64 : 64 + length] if stamp == step + 1 else None
 
     # ---- extras: optimizer state without a flat slot, per piece and by the parity of the step
 
@@ -335,12 +363,15 @@ class UndoLog:
         for piece in range(len(self.layout.trainable)):
             values = self.get_extras(piece, step)
             packed[piece] = {key: _packed(value) for key, value in values.items()}
-        return msgspec.msgpack.encode(packed)
+        return msgspec.msgpack.encode((packed, self.get_groups(step)))
 
     def unpack_extras(self, step: int, data: bytes) -> None:
         if not self._has_extras:
             return
-        packed = msgspec.msgpack.decode(data, type=dict[int, dict[str, Any]])
+        kept = tuple[dict[int, dict[str, Any]], bytes | None]
+        packed, groups = msgspec.msgpack.decode(data, type=kept)
+        if groups is not None:
+            self.put_groups(step, groups)
         for piece, values in packed.items():
             self.put_extras(piece, step, {key: _unpacked(value) for key, value in values.items()})
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from manyhands.training.memory.memory import Memory
 from manyhands.training.state.layout import lay_out
-from manyhands.training.state.memory import Memory
 from manyhands.training.state.module_buffers import ModuleBuffers, pack, packed_size, unpack
 from manyhands.training.state.replica import Replica
 from manyhands.values.errors import TaskError, UnevenBuffer

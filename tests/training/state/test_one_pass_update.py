@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from manyhands.training.compute.one_thread import one_thread
 from manyhands.training.state import layout, one_pass_update
 from manyhands.training.state.layout import block_of, rest_of
 from manyhands.training.state.one_pass_update import Kernel, OnePassUpdate, kernel_for, numbers
-from manyhands.training.state.sharded_optimizer import one_thread
 from manyhands.values import native_library
 from manyhands.values.errors import OptimizerRefused
 from manyhands.values.native_library import why_not

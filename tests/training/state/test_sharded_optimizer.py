@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from manyhands.training.compute.one_thread import one_thread
 from manyhands.training.state import layout
 from manyhands.training.state.layout import BLOCK, lay_out, parameters_of, share_out, units
 from manyhands.training.state.optimizer_kinds import how_to_cut
 from manyhands.training.state.param_groups import groups_from_json, groups_to_json
-from manyhands.training.state.sharded_optimizer import OptimizerEntry, one_thread
+from manyhands.training.state.sharded_optimizer import OptimizerEntry
 from manyhands.values.errors import OptimizerRefused
 from tests.support.hands import Hand, Make, crew, plain_state, segment, state_of
 

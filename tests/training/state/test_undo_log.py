@@ -15,9 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from manyhands.training.state import layout, memory
+from manyhands.training.memory import memory
+from manyhands.training.memory.memory import Memory
+from manyhands.training.state import layout
 from manyhands.training.state.layout import lay_out, rest_of
-from manyhands.training.state.memory import Memory
 from manyhands.training.state.undo_log import UndoLog
 from manyhands.values.errors import OptimizerRefused
 from tests.support.dying import NEVER, Death, Died

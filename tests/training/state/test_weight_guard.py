@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from manyhands.training.state.memory import Memory
+from manyhands.training.memory.memory import Memory
 from manyhands.training.state.replica import Replica
 from manyhands.values.errors import TaskError
 from tests.support.hands import segment

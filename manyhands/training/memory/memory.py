@@ -10,6 +10,7 @@ only pages that are written to take memory.
 import mmap
 import os
 import warnings
+from dataclasses import dataclass
 from math import prod
 
 import numpy as np
@@ -17,17 +18,27 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from manyhands.values.byte_sizes import shown_bytes
+from manyhands.values.errors import ConfigError
+from manyhands.values.machine import MOST_RANKS
+
 PAGE = mmap.ALLOCATIONGRANULARITY
 
-MOST_RANKS = 256
-"""For so many workers room is made."""
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """How much of a segment may be taken, and what to do where that is too little."""
+
+    size_bytes: int
+    remedy: str
 
 
 class Memory:
     """Hands out zeroed tensors. With a file descriptor they are shared, without it private."""
 
-    def __init__(self, fd: int | None) -> None:
-        self.fd, self.taken = fd, 0
+    def __init__(self, fd: int | None, room: Room | None = None) -> None:
+        """`room`: of the segment; left out: all that there is."""
+        self.fd, self.room, self.taken = fd, room, 0
 
     @property
     def shared(self) -> bool:
@@ -56,6 +67,12 @@ class Memory:
         """Room for `count` boxes of `nbytes` each; a box is mapped when it is first opened."""
         length = -(-max(1, nbytes) // PAGE) * PAGE
         offset, self.taken = self.taken, self.taken + count * length
+        if self.room is not None and self.taken > self.room.size_bytes:
+            raise ConfigError(
+                f"the state takes {shown_bytes(self.taken)} or more of the addresses in memory "
+                f"that workers of a host share (there is room for {MOST_RANKS} of them), and may "
+                f"take {shown_bytes(self.room.size_bytes)}. {self.room.remedy}"
+            )
         return Boxes(self.fd, offset, count, length)
 
 
