@@ -39,6 +39,8 @@ class MicroBatch:
     start: int
     """Its first position in the epoch."""
     batch: Batch
+    read: int = 0
+    """Of a stream: the digest of what was read; 0 otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +118,8 @@ def deal(micro_batches: int, speeds: tuple[float, ...]) -> tuple[range, ...]:
 
     First the time of the slowest worker is made smallest; among deals that are equally quick, the
     one with the fewest subtrees is taken, because each subtree is one gradient to exchange.
-    A worker may get nothing when there are fewer micro-batches than workers.
+    A worker may get nothing when there are fewer micro-batches than workers; one of speed 0 gets
+    none (it serves: its work is the update).
     """
     quickest = _least_time(micro_batches, speeds)
     # best[i] = fewest subtrees over which the workers so far can hold the first i micro-batches,
@@ -152,7 +155,7 @@ def deal(micro_batches: int, speeds: tuple[float, ...]) -> tuple[range, ...]:
 def _least_time(micro_batches: int, speeds: tuple[float, ...]) -> float:
     """The smallest time in which all together finish all of them: it ends when one worker has
     finished a whole number of them. Found by halving, as more time never finishes less."""
-    counts = Counter(speeds)
+    counts = Counter(speed for speed in speeds if speed > 0)
 
     def done(time: float) -> int:
         return sum(n * _within(time, speed) for speed, n in counts.items())

@@ -20,6 +20,7 @@ from manyhands.accounting.deal_micro_batches import cut
 from manyhands.accounting.ledger_lines import (
     AnyEntry,
     Committed,
+    ComputedBy,
     Computing,
     EpochDrawn,
     Opened,
@@ -27,17 +28,27 @@ from manyhands.accounting.ledger_lines import (
     SampledEpochs,
     SettingsChanged,
     StepSkipped,
+    StreamRead,
     changes_after,
     computing_at,
     drawn,
     opening,
-    runs_of,
+    read_by,
+    read_from,
     sampling,
 )
+from manyhands.accounting.merged_steps import words_of
+from manyhands.accounting.read_digests import KEPT, stretches
 from manyhands.values.config import HEARD_SCORE
 from manyhands.values.errors import RunDirError
 from manyhands.values.kernels import Kernels
 from manyhands.values.run_folder import naming, sync_folder
+
+AT_ONCE = 4096
+"""Digests of a stream in a line, at the most."""
+
+FEW_BEFORE = 64
+"""Steps before the one that a run goes on with, some of which are read again: they are compared."""
 
 
 class Ledger:
@@ -84,8 +95,20 @@ class Book:
         self.changes: list[SettingsChanged] = []
         self.kernels: list[Kernels] = []
         """Those that computed last, as far as they are known."""
+        self.last_loss: float | None = None
+        """Of the step after which a run goes on."""
         self.drawn: dict[int, str] = {}
         """By epoch: the digest of what a sampler gave."""
+        self.reads: dict[int, int] = {}
+        """By step, of the last ones: the digest of what a stream gave."""
+        self.unwritten: dict[int, int] = {}
+        """Of them, those that are not in the file yet."""
+        self._merged: dict[int, tuple[int, list[int], ComputedBy]] = {}
+        """After so many pushes, where workers are at different steps: in which view, the steps that
+        are in, and who computed how much since it began."""
+        self._counted: ComputedBy | None = []
+        """What was written down of that; None: that is not known."""
+        self._merges = False
 
     def computed_by(self, step: int, kernels: list[Kernels]) -> None:
         """From `step` on these compute."""
@@ -101,6 +124,21 @@ class Book:
             self.ledger.write(EpochDrawn(epoch, digest))
         return epoch if self.drawn[epoch] != digest else None
 
+    def read(self, step: int, digest: int) -> bool:
+        """A stream was read for `step`. Whether it gave what it gave before, if it did."""
+        if step not in self.reads:
+            self.reads[step] = self.unwritten[step] = digest
+            if len(self.reads) > KEPT:
+                del self.reads[next(iter(self.reads))]
+            if len(self.unwritten) >= AT_ONCE:
+                self._write_reads()
+        return self.reads[step] == digest
+
+    def _write_reads(self) -> None:
+        for first, digests in stretches(self.unwritten):
+            self.ledger.write(StreamRead(first, digests))
+        self.unwritten.clear()
+
     def change(self, step: int, settings: dict[str, Any]) -> None:
         """Settings are in force from `step` on; durable on return."""
         self.changes.append(SettingsChanged(step, settings))
@@ -108,6 +146,10 @@ class Book:
 
     def skip(self, step: int, why: str) -> None:
         self.ledger.write(StepSkipped(step, why))
+
+    def merge(self, step: int, generation: int, applied: list[int], computed: ComputedBy) -> None:
+        """This is so after `step` pushes, of which the last were made in that view."""
+        self._merged[step], self._merges = (generation, applied, computed), True
 
     def begin(self, step: int, generation: int, workers: list[int], speeds: list[float]) -> None:
         """A view is in force; the one before it did everything up to `step`, or was all lost."""
@@ -118,7 +160,9 @@ class Book:
                 if change.step > step:
                     self.ledger.write(change)
             self.ledger.sync()
-        self.range = Committed(step, step, [], generation, workers, speeds, [], None)
+        had = self._merged[step][1] if step in self._merged else []
+        self.range = Committed(step, step, [], generation, workers, speeds, [], None, words_of(had))
+        self._merged, self._counted = {}, []
 
     def close_at(
         self, step: int, rates: list[float | None], loss: float | None, *, durable: bool = False
@@ -127,12 +171,31 @@ class Book:
         if self.range is None:
             return
         if step > self.range.first:
-            runs = runs_of(self.range.first, step, **self.opened.shape)
-            done = msgspec.structs.replace(self.range, stop=step, runs=runs, rates=rates, loss=loss)
-            self.ledger.write(done)
-            self.range = msgspec.structs.replace(self.range, first=step)
+            replace = msgspec.structs.replace
+            done = replace(self._with_pushes(step), stop=step, rates=rates, loss=loss)
+            self._write_reads()
+            self.ledger.write(replace(done, runs=read_by(done, self.opened)))
+            self.range = replace(self.range, first=step, had=done.has)
         if durable:
             self.ledger.sync()
+
+    def _with_pushes(self, step: int) -> Committed:
+        """The range, with which steps are in after `step` of them and who computed them."""
+        assert self.range is not None
+        if step not in self._merged:  # it was said by somebody who is gone, and not heard
+            self._counted = None
+            computed = [] if self._merges else None
+            return msgspec.structs.replace(self.range, computed=computed)
+        generation, applied, computed = self._merged[step]
+        self._merged = {s: told for s, told in self._merged.items() if s >= step}
+        mine: ComputedBy = []
+        if generation == self.range.generation and self._counted is not None:
+            before = self._counted or [(0, 0, 0)] * len(computed)
+            mine = [
+                (a - x, b - y, c - z) for (a, b, c), (x, y, z) in zip(computed, before, strict=True)
+            ]
+            self._counted = computed
+        return msgspec.structs.replace(self.range, has=words_of(applied), computed=mine)
 
 
 def new_book(
@@ -188,6 +251,9 @@ def old_book(
     numbers = [n for e in entries if isinstance(e, Committed) for n in e.workers]
     book = Book(ledger, opened)
     book.kernels, book.drawn = computing_at(entries, step), drawn(entries)
+    ended = (e.loss for e in reversed(entries) if isinstance(e, Committed) and e.stop == step)
+    book.last_loss = next(ended, None)
+    book.reads = read_from(entries, max(0, step - FEW_BEFORE))
     book.changes = [
         SettingsChanged(c.step, {k: v for k, v in c.settings.items() if k not in given})
         for c in again

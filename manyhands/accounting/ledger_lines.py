@@ -5,17 +5,24 @@ Steps, epochs and positions count from 0; ranges are half open.
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgspec
 
-from manyhands.accounting.deal_micro_batches import Cut, cut
+from manyhands.accounting.deal_micro_batches import ENDLESS, Cut, cut
+from manyhands.accounting.merged_steps import added
 from manyhands.accounting.phases import Phases
+from manyhands.accounting.read_digests import unrolled
 from manyhands.values.errors import RunDirError
 from manyhands.values.kernels import Kernels
 
 EpochStretch = tuple[int, int, int]
 """Positions [start, stop) of one epoch, as (epoch, start, stop)."""
+
+
+ComputedBy = list[tuple[int, int, int]]
+"""By rank: steps, micro-batches, records."""
 
 
 class LedgerEntry(msgspec.Struct, frozen=True, tag_field="entry", tag=True): ...
@@ -42,7 +49,7 @@ class Opened(LedgerEntry, frozen=True):
         return cut(number, records=self.records, batch=self.batch, micro_batch=self.micro_batch)
 
 
-class Committed(LedgerEntry, frozen=True):
+class Committed(LedgerEntry, frozen=True, omit_defaults=True):
     """Steps [first, stop) are done, by the members of one view."""
 
     first: int
@@ -58,6 +65,13 @@ class Committed(LedgerEntry, frozen=True):
     """Learning rate of each parameter group when the view began; empty when it is not known."""
     loss: float | None
     """Of the last step; None when it is not a number, or a rewind cut the range."""
+    had: list[int] = []
+    """Where workers are at different steps: which were in before these (merged_steps.py), ..."""
+    has: list[int] = []
+    """... and after them."""
+    computed: ComputedBy | None = None
+    """There, by rank: steps, micro-batches and records; empty when it is not known. None: members
+    took each step together."""
 
 
 class SettingsChanged(LedgerEntry, frozen=True, tag="Changed"):
@@ -109,6 +123,13 @@ class EpochDrawn(LedgerEntry, frozen=True, tag="Drawn"):
     digest: str
 
 
+class StreamRead(LedgerEntry, frozen=True, tag="Read"):
+    """What a stream gave for the steps from `first` on: a digest each, of 12 letters."""
+
+    first: int
+    digests: str
+
+
 AnyEntry = (
     Opened
     | Committed
@@ -118,6 +139,7 @@ AnyEntry = (
     | Computing
     | SampledEpochs
     | EpochDrawn
+    | StreamRead
 )
 
 
@@ -141,6 +163,25 @@ def drawn(entries: Sequence[AnyEntry]) -> dict[int, str]:
     return {entry.epoch: entry.digest for entry in entries if isinstance(entry, EpochDrawn)}
 
 
+def read_from(entries: Sequence[AnyEntry], step: int = 0) -> dict[int, int]:
+    """By step, from `step` on: the digest of what a stream gave, whatever was rewound since."""
+    found: dict[int, int] = {}
+    for entry in entries:
+        if isinstance(entry, StreamRead):
+            with suppress(ValueError):  # a damaged line, which the proof names
+                for at, digest in unrolled(entry.first, entry.digests).items():
+                    if at >= step:
+                        found.setdefault(at, digest)
+    return found
+
+
+def records_of(opened: Opened, step: int) -> str:
+    """Which records of a stream a step reads, for people."""
+    here = cut(step, **opened.shape)
+    epoch = "" if opened.records == ENDLESS else f" of epoch {here.epoch}"
+    return f"records {here.start} to {here.stop - 1}{epoch}"
+
+
 def runs_of(
     first: int,
     stop: int,
@@ -161,6 +202,18 @@ def runs_of(
     runs: list[EpochStretch] = [(epoch, 0, records) for epoch in range(begin.epoch, end.epoch + 1)]
     runs[-1] = (end.epoch, 0, end.stop)
     runs[0] = (begin.epoch, begin.start, runs[0][2])
+    return runs
+
+
+def read_by(entry: Committed, opened: Opened) -> list[EpochStretch]:
+    """What the steps of a line read."""
+    runs: list[EpochStretch] = []
+    for first, stop in added(entry.had, entry.first, entry.has, entry.stop):
+        for run in runs_of(first, stop, **opened.shape):
+            if runs and runs[-1][0] == run[0] and runs[-1][2] == run[1]:
+                runs[-1] = (run[0], runs[-1][1], run[2])
+            else:
+                runs.append(run)
     return runs
 
 
@@ -242,6 +295,9 @@ def _cut_at(step: int, entry: Committed, opened: Opened) -> Committed:
     """The steps of it before `step`, and what it says that they consumed."""
     if entry.stop <= step:
         return entry
+    if entry.computed is not None:  # a run goes back to where all steps before were in
+        whole = msgspec.structs.replace(entry, stop=step, has=[], rates=[], loss=None, computed=[])
+        return msgspec.structs.replace(whole, runs=read_by(whole, opened))
     left = _place(step, opened) - _place(entry.first, opened)
     runs: list[EpochStretch] = []
     for epoch, start, stop in entry.runs:

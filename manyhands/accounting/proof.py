@@ -17,6 +17,7 @@ from manyhands.accounting.deal_micro_batches import deal, steps_per_epoch
 from manyhands.accounting.ledger_lines import (
     AnyEntry,
     Committed,
+    ComputedBy,
     Computing,
     EpochDrawn,
     EpochStretch,
@@ -25,22 +26,30 @@ from manyhands.accounting.ledger_lines import (
     SampledEpochs,
     SettingsChanged,
     StepSkipped,
+    StreamRead,
     changes_of,
     drawn,
     numbered,
     opening,
+    read_by,
     runs_of,
     sampling,
     skipped,
 )
+from manyhands.accounting.merged_steps import added, problem_with
+from manyhands.accounting.read_digests import unrolled
 from manyhands.values.errors import RunDirError
+
+MOST_TOUCHED = 1 << 20
+"""Epochs that a line may touch where its steps are listed one by one."""
 
 
 class Share(msgspec.Struct, frozen=True):
     """What one worker did."""
 
     steps: int = 0
-    """In whose view it was a member, dealt something or not."""
+    """In whose view it was a member, dealt something or not; where workers are at different steps,
+    those that it computed."""
     micro_batches: int = 0
     records: int = 0
 
@@ -87,7 +96,7 @@ def check(entries: Sequence[AnyEntry]) -> Proof:
     ]
     wrong, survivors = {line for line, _ in alone}, numbered(entries)
     found = [*alone, *_sequence(entries), *_tiling(survivors, opened.records)]
-    found += [*_drawing(entries), *_undrawn(entries, survivors)]
+    found += [*_drawing(entries), *_undrawn(entries, survivors), *_reading(entries)]
     consumed: dict[int, int] = {}
     for epoch, start, stop in (run for _, committed in survivors for run in committed.runs):
         consumed[epoch] = consumed.get(epoch, 0) + stop - start
@@ -112,6 +121,9 @@ def _alone(entry: Committed, opened: Opened) -> Iterator[str]:
     if not 0 <= first < stop:
         yield f"steps [{first}, {stop}) are no range."
         return
+    if entry.computed is not None:
+        yield from _of_pushes(entry, entry.computed, opened)
+        return
     touched = _epochs_touched(first, stop, opened)
     if len(entry.runs) != touched:  # said before listing them: a damaged `stop` may be enormous
         yield f"steps [{first}, {stop}) touch {touched} epochs, but it has {len(entry.runs)} runs."
@@ -125,11 +137,46 @@ def _alone(entry: Committed, opened: Opened) -> Iterator[str]:
         yield f"workers {workers} are not one distinct number for each rank."
     elif len(workers) != len(speeds):
         yield f"{len(workers)} workers, but {len(speeds)} speeds."
-    elif not all(0 < speed < math.inf for speed in speeds):
-        yield f"speeds {speeds} are not all positive numbers."
+    elif not all(0 <= speed < math.inf for speed in speeds) or not any(speeds):
+        yield f"speeds {speeds} are not all numbers, of which one at least is positive."
     else:
         for _, sizes in _shapes(first, stop, opened):
             yield from _dealing(len(sizes), speeds)
+
+
+def _of_pushes(entry: Committed, computed: ComputedBy, opened: Opened) -> Iterator[str]:
+    """The same, where workers are at different steps: as many steps came in as pushes were made,
+    none went, and what they read is what was read."""
+    first, stop = entry.first, entry.stop
+    for words, pushes in ((entry.had, first), (entry.has, stop)):
+        if (text := problem_with(words, pushes)) is not None:
+            yield text
+            return
+    if gone := added(entry.has, stop, entry.had, first):
+        yield f"steps [{gone[0][0]}, {gone[0][1]}) were in before it, and are not after it."
+    came = added(entry.had, first, entry.has, stop)
+    touched = sum(_epochs_touched(a, b, opened) for a, b in came)
+    if len(entry.runs) > touched:  # said before listing them: a damaged `stop` may be enormous
+        yield f"its steps touch {touched} epochs, but it has {len(entry.runs)} runs."
+    elif touched > MOST_TOUCHED or entry.runs != read_by(entry, opened):
+        yield f"steps {came[:9]} did not read {[_say(run) for run in entry.runs[:9]]}."
+    if entry.generation < 1:
+        yield f"view {entry.generation}, but the first view is 1."
+    workers = entry.workers
+    if not workers or min(workers) < 0 or len(set(workers)) < len(workers):
+        yield f"workers {workers} are not one distinct number for each rank."
+    elif computed and len(computed) != len(workers):
+        yield f"{len(workers)} workers, but {len(computed)} who computed."
+    elif computed:
+        shapes = [shape for a, b in came for shape in _shapes(a, b, opened)]
+        due = (
+            sum(count for count, _ in shapes),
+            sum(count * len(sizes) for count, sizes in shapes),
+            sum(count * sum(sizes) for count, sizes in shapes),
+        )
+        told = tuple(sum(column) for column in zip(*computed, strict=True))
+        if told != due:
+            yield f"(steps, micro-batches, records) are {due}, but {told} were computed."
 
 
 def _dealing(micro_batches: int, speeds: list[float]) -> Iterator[str]:
@@ -165,6 +212,8 @@ def _sequence(entries: Sequence[AnyEntry]) -> Iterator[tuple[int, str]]:
                     yield line, "what an epoch's positions are is said in line 2, once and for all."
             case EpochDrawn():
                 pass  # see `_drawing`
+            case StreamRead():
+                pass  # see `_reading`
             case Committed(first, stop):
                 if first > done:
                     yield line, f"steps [{done}, {first}) are missing before [{first}, {stop})."
@@ -173,6 +222,8 @@ def _sequence(entries: Sequence[AnyEntry]) -> Iterator[tuple[int, str]]:
                     yield line, f"steps {again} are committed again; {done} were done."
                 if before and (text := _views(before, entry)):
                     yield line, text
+                if entry.had != (had := before.has if before else []):
+                    yield line, f"steps {entry.had} were in before it, it says; it was {had}."
                 done, before = stop, entry
             case StepSkipped():  # the records of its step are in a committed range
                 pass
@@ -186,6 +237,23 @@ def _drawing(entries: Sequence[AnyEntry]) -> Iterator[tuple[int, str]]:
             before, digest = first.setdefault(entry.epoch, (line, entry.digest))
             if digest != entry.digest:
                 yield line, f"epoch {entry.epoch} was drawn otherwise than in line {before}."
+
+
+def _reading(entries: Sequence[AnyEntry]) -> Iterator[tuple[int, str]]:
+    """A step that a stream was read for again was given the same."""
+    first: dict[int, tuple[int, int]] = {}
+    for line, entry in enumerate(entries, 1):
+        if isinstance(entry, StreamRead):
+            try:
+                told = unrolled(entry.first, entry.digests)
+            except ValueError as error:
+                yield line, f"{error}."
+                continue
+            for step, digest in told.items():
+                before, was = first.setdefault(step, (line, digest))
+                if was != digest:
+                    yield line, f"the stream gave step {step} other records than in line {before}."
+                    break
 
 
 def _undrawn(
@@ -214,22 +282,46 @@ def _views(before: Committed, after: Committed) -> str | None:
 def _tiling(survivors: list[tuple[int, Committed]], records: int) -> Iterator[tuple[int, str]]:
     """What is wrong with the positions themselves. Knows nothing of steps, batches or views."""
     epoch, position = 0, 0
+    ahead: list[EpochStretch] = []
+    """Consumed beyond the first that was not, where workers are at different steps."""
     for line, committed in survivors:
         for run in committed.runs:
             if not (run[0] >= 0 and 0 <= run[1] < run[2] <= records):
                 yield line, f"{_say(run)} are not inside an epoch of {records} records."
+                continue
+            if run[:2] > (epoch, position) and committed.computed is not None:
+                if any(r[0] == run[0] and r[1] < run[2] and run[1] < r[2] for r in ahead):
+                    yield line, f"{_say(run)} were consumed again."
+                ahead.append(run)
                 continue
             if run[:2] != (epoch, position):
                 what = "consumed again" if run[:2] < (epoch, position) else "consumed too early"
                 due = f"position {position} of epoch {epoch} was next"
                 yield line, f"{_say(run)} were {what}: {due}."
             epoch, position = (run[0], run[2]) if run[2] < records else (run[0] + 1, 0)
+            while (
+                then := next((r for r in ahead if r[:2] == (epoch, position)), None)
+            ) is not None:
+                ahead.remove(then)
+                epoch, position = (then[0], then[2]) if then[2] < records else (then[0] + 1, 0)
+        if ahead and not committed.has:
+            yield line, f"all before it are in, it says, but position {position} of epoch {epoch}."
+            ahead.clear()
 
 
 def _shares(line: Sequence[Committed], opened: Opened) -> dict[int, Share]:
     """Who did how much. Counted per shape of step, of which there are two, not per step."""
     totals: dict[int, Share] = {}
     for entry in line:
+        if entry.computed is not None:
+            for worker, (steps, leaves, records) in zip(
+                entry.workers, entry.computed, strict=False
+            ):
+                old = totals.get(worker, Share())
+                totals[worker] = Share(
+                    old.steps + steps, old.micro_batches + leaves, old.records + records
+                )
+            continue
         for count, sizes in _shapes(entry.first, entry.stop, opened):
             ranges = deal(len(sizes), tuple(entry.speeds))
             for worker, mine in zip(entry.workers, ranges, strict=True):

@@ -224,8 +224,8 @@ NEXT = commit(SHAPE, 5, 7, **TWO)
         ([SHAPE, replace(LINE, workers=[1, 1])], "workers [1, 1] are not one distinct number"),
         ([SHAPE, replace(LINE, workers=[], speeds=[])], "workers [] are not one distinct"),
         ([SHAPE, replace(LINE, speeds=[1.0])], "2 workers, but 1 speeds"),
-        ([SHAPE, replace(LINE, speeds=[1.0, 0.0])], "not all positive"),
-        ([SHAPE, replace(LINE, speeds=[1.0, float("nan")])], "not all positive"),
+        ([SHAPE, replace(LINE, speeds=[0.0, 0.0])], "one at least is positive"),
+        ([SHAPE, replace(LINE, speeds=[1.0, float("nan")])], "one at least is positive"),
         ([SHAPE, replace(LINE, speeds=[5e-324, 1e308])], "cannot be dealt"),
         (
             [SHAPE, LINE, SettingsChanged(4, {"lr": 0.1})],

@@ -29,7 +29,7 @@ class Sizes:
     """The largest message that is gathered."""
 
 
-FACTS, NORMS, OUTCOMES, EMBEDDINGS = KINDS = range(4)
+FACTS, NORMS, OUTCOMES, EMBEDDINGS, ROWS = KINDS = range(5)
 """Kinds of messages; each has a place of its own, so that one does not overwrite another."""
 
 

@@ -16,6 +16,8 @@ import errno
 import os
 import platform
 import time
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +29,8 @@ NAP_S = 0.02
 SPIN_S = 50e-6
 STRIDE = 16
 """Words lie 64 bytes apart, so that writing one does not slow down the readers of another."""
+
+T = TypeVar("T")
 
 _SYSCALL = {"x86_64": 202}
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
@@ -52,26 +56,20 @@ class SequenceWords:
         watched: bool = False,
     ) -> None:
         """`watched`: another thread of this worker waits for its own word."""
-        if platform.machine() not in _SYSCALL:
-            raise RequestError(
-                "shared memory between workers is built for x86_64, which keeps stores in order; "
-                f"this is {platform.machine()}. Use --set train.collective=gloo (untried there)."
-            )
+        _refuse_other_processors()
         self.words, self.rank, self.patience = words[::STRIDE], rank, patience
         self.watched = watched
         self.base = words.ctypes.data
         self.sequence = int(self.words[rank])
         self.spin_s = SPIN_S if spin else 0.0
         self.others = [r for r in range(num_ranks) if r != rank]
-        self._futex = _libc.syscall
-        self._number = _SYSCALL[platform.machine()]
 
     def arrive(self) -> None:
         """Everything this worker wrote before is visible to whoever sees the word grow."""
         self.sequence += 1
         self.words[self.rank] = self.sequence
         if self.others or self.watched:
-            self._futex(self._number, self._address(self.rank), _FUTEX_WAKE, 2**31 - 1, None)
+            _wake(self._address(self.rank))
 
     def reach(self, number: int) -> None:
         """Arrive several times at once: this worker's word grows to `number`."""
@@ -99,16 +97,60 @@ class SequenceWords:
             while (seen := int(self.words[rank])) < number:
                 if self.patience.broken():
                     raise Broken(f"waiting for rank {rank} was broken off")
-                self._sleep_on(rank, seen)
-
-    def _sleep_on(self, rank: int, seen: int) -> None:
-        result = self._futex(
-            self._number, self._address(rank), _FUTEX_WAIT, seen, ctypes.byref(_NAP)
-        )
-        if result != 0:
-            number = ctypes.get_errno()
-            if number not in (errno.EAGAIN, errno.ETIMEDOUT, errno.EINTR):
-                raise OSError(number, os.strerror(number))
+                _sleep_on(self._address(rank), seen)
 
     def _address(self, rank: int) -> ctypes.c_void_p:
         return ctypes.c_void_p(self.base + rank * STRIDE * 4)
+
+
+class Bells:
+    """One word for each worker, on which it sleeps until somebody has done something that may
+    concern it. Whoever rings writes first what is to be seen; what a bell says means nothing, only
+    that it says something else than before."""
+
+    def __init__(self, words: NDArray[np.uint32], rank: int, patience: Patience) -> None:
+        _refuse_other_processors()
+        self.words, self.base = words[::STRIDE], words.ctypes.data
+        self.rank, self.patience = rank, patience
+
+    def ring(self, ranks: Iterable[int]) -> None:
+        for rank in ranks:
+            # Several may ring at once: two of them never write the same.
+            self.words[rank] = (time.perf_counter_ns() << 8 | self.rank) & 0xFFFFFFFF
+            _wake(ctypes.c_void_p(self.base + rank * STRIDE * 4))
+
+    def wait(self, look: Callable[[], T | None]) -> T:
+        """Until `look` finds something; it is asked again whenever the bell has rung, and after
+        every nap."""
+        if (found := look()) is not None:
+            return found
+        address = ctypes.c_void_p(self.base + self.rank * STRIDE * 4)
+        with self.patience:
+            while True:
+                seen = int(self.words[self.rank])
+                if (found := look()) is not None:
+                    return found
+                if self.patience.broken():
+                    raise Broken("waiting for the others of this view was broken off")
+                _sleep_on(address, seen)
+
+
+def _refuse_other_processors() -> None:
+    if platform.machine() not in _SYSCALL:
+        raise RequestError(
+            "shared memory between workers is built for x86_64, which keeps stores in order; "
+            f"this is {platform.machine()}. Use --set train.collective=gloo (untried there)."
+        )
+
+
+def _wake(address: ctypes.c_void_p) -> None:
+    _libc.syscall(_SYSCALL["x86_64"], address, _FUTEX_WAKE, 2**31 - 1, None)
+
+
+def _sleep_on(address: ctypes.c_void_p, seen: int) -> None:
+    """Until somebody wakes who sleeps there, or a nap is over; not if it says something else."""
+    result = _libc.syscall(_SYSCALL["x86_64"], address, _FUTEX_WAIT, seen, ctypes.byref(_NAP))
+    if result != 0:
+        number = ctypes.get_errno()
+        if number not in (errno.EAGAIN, errno.ETIMEDOUT, errno.EINTR):
+            raise OSError(number, os.strerror(number))

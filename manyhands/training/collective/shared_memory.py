@@ -29,8 +29,9 @@ from manyhands.training.collective.collective import (
     stretch,
 )
 from manyhands.training.collective.sequence_words import STRIDE, SequenceWords
+from manyhands.training.memory.memory import Memory
 from manyhands.training.state.layout import Bounds, Lanes
-from manyhands.training.state.memory import MOST_RANKS, Memory
+from manyhands.values.machine import MOST_RANKS
 from manyhands.values.world import World
 
 MOST_VIEWS = 1 << 24
@@ -127,8 +128,9 @@ class SharedMemory:
         _, messages = self._tables[kind, self._turns[kind]]
         return [messages[rank, :length] for rank in ranks]
 
-    def meet(self) -> None:
+    def meet(self, meanwhile: Meanwhile = nothing) -> None:
         self.words.arrive()
+        meanwhile()
         self.words.wait()
 
     def exchange(self, counts: Sequence[int], owned: Sequence[Bounds]) -> list[list[Lanes]]:

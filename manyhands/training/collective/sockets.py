@@ -156,6 +156,23 @@ class Sockets:
             found.append((rank, seconds, speed))
         return sorted(found)
 
+    def called(self, nap_s: float) -> bool:
+        """Whether another host has begun something, or ended: waits for it for so long at most.
+        Between two calls of the others, by the same thread."""
+        try:
+            with self._in_use:
+                if self._over:
+                    raise self._over
+                if self.patience.broken():
+                    raise Broken("waiting for other hosts was broken off")
+                poll = select.poll()
+                for line in self._lines.values():
+                    poll.register(line.socket, select.POLLIN)
+                return bool(poll.poll(1000 * nap_s))
+        finally:
+            if self._over:
+                self._leave()
+
     def recall(self, kind: int, stamp: int) -> list[Bytes]:
         return []
 

@@ -132,9 +132,10 @@ class TwoLevel:
         """The messages of this host's workers."""
         return self.local.gather(mine, kind, stamp)
 
-    def meet(self) -> None:
-        """All workers of this host; what each wrote before, all see after."""
-        self.local.meet()
+    def meet(self, meanwhile: Meanwhile = nothing) -> None:
+        """All workers of this host; what each wrote before, all see after. `meanwhile` is called
+        once, before the others are waited for."""
+        self.local.meet(meanwhile)
 
     def exchange(self, counts: Sequence[int], owned: Sequence[Bounds]) -> list[list[Lanes]]:
         assert not self.many, "hosts exchange bucket by bucket"

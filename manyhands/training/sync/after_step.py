@@ -9,7 +9,8 @@ step it writes, or is done (`mark`).
     plan(step)        planned = step + 1, before any block takes the step; a skipped step has none
     copy_aside(unit)  each worker, with each unit that it has updated
     (all meet)
-    run(step)         copy buffers aside, mark = writing, call it, keep its buffers, mark = done
+    prepare(step)     copy buffers aside
+    run(step)         mark = writing, call it, keep its buffers, mark = done
     (all meet)
 
 Weights that are not trained are copied aside when something first writes to them: they may be
@@ -36,10 +37,11 @@ from torch.nn import Module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from manyhands.training.compute.seeds import seed_everything
+from manyhands.training.memory.memory import Memory
+from manyhands.training.state.followers import F32, Follower, can_follow, copying
 from manyhands.training.state.layout import Lanes, TensorPlace, Unit
-from manyhands.training.state.memory import Memory
+from manyhands.training.state.lent_weights import Lendable, lendable, writable
 from manyhands.training.state.replica import Replica
-from manyhands.training.state.sharded_optimizer import writable
 from manyhands.values.forked_children import one_process
 
 _WRITING, _DONE = 1, 0
@@ -88,6 +90,7 @@ class AfterStep:
         self.act, self.replica, self.seed = act, replica, seed
         self.put_buffers, self.moment, self.journals = put_buffers, moment, memory.shared
         self.trainable = replica.layout.trainable_sizes
+        self._lendable = lendable(replica.layout.pieces, replica.parameters, replica.weights)
         self.frozen = [piece for piece in replica.layout.pieces if not piece.trainable]
         self._aside: Lanes = {
             dtype: _beside(lane, memory) for dtype, lane in sorted(replica.weights.items(), key=str)
@@ -125,17 +128,26 @@ class AfterStep:
             for dtype, (a, b) in unit.bounds.items():
                 self._aside[dtype][a:b].copy_(self.replica.weights[dtype][a:b])
 
-    def run(self, step: int) -> None:
-        """Call it: all units have taken step `step`, and are aside."""
-        committed = self.replica.buffers.committed
+    def follower(self, unit: Unit) -> list[Follower]:
+        """What copies this unit aside within the native pass of the optimizer; none: not so."""
+        if not self.journals or not can_follow(unit):
+            return []
+        return [copying(self.replica.weights[F32], self._aside[F32])]
+
+    def prepare(self, step: int) -> None:
+        """What of it needs no weights: others may still be updating theirs."""
         if self.journals:
             self._copied[:] = 0
-            for dtype, lane in committed.items():
+            for dtype, lane in self.replica.buffers.committed.items():
                 self._buffers[dtype].copy_(lane)
+        make_ready(self.replica, self.seed, step)
+
+    def run(self, step: int) -> None:
+        """Call it: all units have taken step `step`, and are aside."""
         self._mark(step + 1, _WRITING)
         watched = self.frozen if self.journals else []
-        call_after_step(self.act, self.replica, self.seed, step, self._keep, watched)
-        self.put_buffers(step + 1, committed)
+        call_after_step(self.act, self.replica, self._lendable, self._keep, watched)
+        self.put_buffers(step + 1, self.replica.buffers.committed)
         self.moment("afterwards")
         self._mark(step + 1, _DONE)
 
@@ -170,26 +182,27 @@ class AfterStep:
         if decide(self.progress, step) is Mending.CALL:
             for dtype, size in self.trainable.items():
                 self._aside[dtype][:size].copy_(self.replica.weights[dtype][:size])
+            self.prepare(step - 1)
             self.run(step - 1)
+
+
+def make_ready(replica: Replica, seed: int, step: int) -> None:
+    """For the call after step `step`: buffers as they are then, and what is drawn at random."""
+    replica.buffers.show()
+    seed_everything(seed, step, "after_step")
 
 
 def call_after_step(
     act: Callable[[Module], Any],
     replica: Replica,
-    seed: int,
-    step: int,
+    weights: Sequence[Lendable],
     keep: Callable[[TensorPlace], None] = lambda piece: None,
     watched: Sequence[TensorPlace] = (),
 ) -> None:
-    """The user's function, on the model after step `step`; its buffers are then committed. `keep`
+    """The user's function, on the model with these weights; its buffers are then committed. `keep`
     is told of those of `watched` that are about to be written to."""
-    replica.buffers.show()
-    seed_everything(seed, step, "after_step")
     with replica.guard.lent("after_step"):
-        pieces = replica.layout.pieces
-        lending = writable(
-            pieces, replica.parameters, replica.weights, whose="after_step", keep=keep
-        )
+        lending = writable(weights, whose="after_step", keep=keep)
         with torch.no_grad(), lending, _telling(replica.weights, watched, keep), one_process():
             act(replica.model)
     replica.buffers.commit_alone()

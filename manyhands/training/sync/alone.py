@@ -15,23 +15,28 @@ from torch import Tensor
 from torch.nn import Module
 
 from manyhands.accounting.deal_micro_batches import Cut, MicroBatch, Node
+from manyhands.accounting.read_digests import joined_digest
 from manyhands.training.compute.micro_batch_gradient import Leaf, LossFn
+from manyhands.training.compute.one_thread import one_thread
 from manyhands.training.compute.seeds import seed_everything
+from manyhands.training.memory.memory import Memory
 from manyhands.training.state.layout import BLOCK, share_out, units
+from manyhands.training.state.lent_weights import lendable, writable
 from manyhands.training.state.max_norm_rows import shorten
-from manyhands.training.state.memory import Memory
 from manyhands.training.state.module_buffers import StatisticsRow
 from manyhands.training.state.optimizer_kinds import NOTHING_KEPT, how_to_cut
 from manyhands.training.state.phased_optimizer import acting
 from manyhands.training.state.replica import Replica, StepFacts
-from manyhands.training.state.sharded_optimizer import ShardedOptimizer, one_thread, writable
+from manyhands.training.state.rows.sum_rows import GradientRows
+from manyhands.training.state.sharded_optimizer import ShardedOptimizer
 from manyhands.training.state.undo_log import UndoLog
-from manyhands.training.sync.after_step import call_after_step
+from manyhands.training.sync.after_step import call_after_step, make_ready
 from manyhands.training.sync.canonical_sum import finish
 from manyhands.training.sync.clip import block_norms, coefficient, torch_coefficient
 from manyhands.training.sync.finite import reach
 from manyhands.training.sync.leaf_gradients import LeafGradients
 from manyhands.training.sync.sync import CHANGING_NAMES, MIXED_WEIGHTS, Held, Place
+from manyhands.training.sync.table_sums import bucket_norms, finished, scaled
 from manyhands.values.config import TrainConfig
 from manyhands.values.errors import GradientNotFinite, LossNotFinite, TaskError
 
@@ -65,10 +70,12 @@ class Alone:
             seed=train.seed,
         )
         self._gradients: list[dict[str, Tensor]] = []
+        self._table_rows: list[list[GradientRows]] = []
         self._leaves: list[Leaf] = []
         self._rows: list[StatisticsRow] = []
         self._outcomes: list[dict[str, Tensor]] = []
         self._shares: list[float] = []
+        self._read: list[int] = []
         self._holds = self._skipped = False
 
     def regroup(self, place: Place) -> None:
@@ -90,6 +97,7 @@ class Alone:
         saved = place.averages() if place.averages is not None else {}
         for name, average in self.replica.averages.items():
             average.reset(step, saved.get(name))
+        self.replica.tables.reset(step, place.tables() if place.tables is not None else ())
 
     def held(self) -> Held:
         return Held(self._holds, self.optimizer.entries())
@@ -102,6 +110,8 @@ class Alone:
         replica.turn_to(cut.step)
         for cleared in (self._gradients, self._leaves, self._rows, self._outcomes, self._shares):
             cleared.clear()
+        self._read.clear()
+        self._table_rows.clear()
         for micro_batch in self.leaves.begin(cut, micro_batches, loss, None):
             leaf = self.leaves.compute(cut, micro_batch, loss)
             if not math.isfinite(leaf.loss) and not self.skips:
@@ -112,7 +122,10 @@ class Alone:
             self._outcomes.append(replica.buffers.outcome())
             self._leaves.append(leaf)
             self._shares.append(micro_batch.share)
+            self._read.append(micro_batch.read)
             self._gradients.append(self._take_gradients())
+            self._table_rows.append(replica.tables.take_gradients())
+        replica.tables.see_room(cut.step)
         return self._facts(cut)
 
     def _take_gradients(self) -> dict[str, Tensor]:
@@ -138,14 +151,16 @@ class Alone:
         pairs = list(zip(self._leaves, scales, strict=True))
         numbers = {n: sum(x.numbers.get(n, 0.0) * w for x, w in pairs) / total for n in names}
         loss = sum(leaf.loss * w for leaf, w in pairs) / total
-        gradients = (g for of_leaf in self._gradients for g in of_leaf.values())
+        gradients = [g for of_leaf in self._gradients for g in of_leaf.values()]
+        gradients += [g.rows for of_leaf in self._table_rows for g in of_leaf]
         skipped = not math.isfinite(loss) or not math.isfinite(reach(gradients))
         error = GradientNotFinite(0, cut.step)
         if skipped and not self.skips and not self.replica.loss_scale.excuses(error):
             raise error
         self._skipped = skipped
         why = "a loss or a gradient is not finite" if skipped else ""
-        return StepFacts(cut.step, loss, sum(cut.sizes), self.heard(), numbers, why)
+        read = joined_digest(self._read)
+        return StepFacts(cut.step, loss, sum(cut.sizes), self.heard(), numbers, why, read)
 
     def _scales(self) -> list[float]:
         weights = [leaf.weight for leaf in self._leaves]
@@ -154,11 +169,12 @@ class Alone:
     def step(self) -> None:
         if self._skipped:
             self.replica.loss_scale.after(skipped=True)
+            self.replica.tables.pass_over(self.replica.step)
         else:
             self._take_step()
         for average in self.replica.averages.values():
             average.plan(self.replica.step, skipped=self._skipped)
-            average.finish(self.replica.step + 1)
+            average.finish(self.replica.step + 1, rank=0)
 
     def _take_step(self) -> None:
         replica = self.replica
@@ -175,10 +191,15 @@ class Alone:
             parameter.grad = finish(parts, leaves, lambda a, b: a + b)
             if divisor != 1.0:
                 parameter.grad /= divisor
-        sums = (p.grad for p in replica.parameters.values() if p.grad is not None)
-        if not math.isfinite(reach(sums)):
+        tables = [
+            finished([(Node(i, 0), g) for i, g in enumerate(of_table)], leaves, divisor)
+            for of_table in zip(*self._table_rows, strict=True)
+        ]
+        sums = [p.grad for p in replica.parameters.values() if p.grad is not None]
+        if not math.isfinite(reach([*sums, *(g.rows for g in tables)])):
             raise GradientNotFinite(None, replica.step)
-        self._clip()
+        factor = self._clip(tables)
+        tables = [scaled(gradient, factor) for gradient in tables]
         self._commit_buffers()
         replica.loss_scale.after(skipped=False)
         trainable = replica.layout.trainable
@@ -188,27 +209,34 @@ class Alone:
                 weight = replica.weight(piece)
                 shorten(weight.view(-1), 0, piece.shape[1], factors[piece.name])
         replica.buffers.show()
-        with one_thread(), writable(replica.layout.pieces, replica.parameters, replica.weights):
+        rate = replica.tables.rate(replica.optimizer)
+        weights = lendable(replica.layout.pieces, replica.parameters, replica.weights)
+        with one_thread(), writable(weights):
             seed_everything(self.seed, replica.step, "optimizer")
             acting(replica.optimizer, replica.step).step()
+        replica.tables.apply(tables, replica.step, rate)
         replica.optimizer.zero_grad()
         replica.buffers.commit_alone()  # hooks of the optimizer may have changed them
         if self.after_step is not None:
-            call_after_step(self.after_step, replica, self.seed, replica.step)
+            make_ready(replica, self.seed, replica.step)
+            call_after_step(self.after_step, replica, weights)
 
-    def _clip(self) -> None:
+    def _clip(self, tables: list[GradientRows]) -> float:
+        """What all gradients were multiplied with; those of tables are still to be."""
         clip_norm = self.replica.clip_norm
         if clip_norm is None:
-            return
+            return 1.0
         order = (self.replica.parameters[p.name].grad for p in self.replica.layout.trainable)
         gradients = [g for g in order if g is not None]
-        if self.micro_batches == 1:
+        if self.micro_batches == 1 and not tables:
             factor = torch_coefficient(gradients, clip_norm)
         else:
             pieces = [b for g in gradients for b in _in_memory_order(g).split(BLOCK)]
-            factor = coefficient(block_norms(pieces), clip_norm)
+            norms = np.concatenate([block_norms(pieces), bucket_norms(tables)])
+            factor = coefficient(norms, clip_norm)
         for gradient in gradients:
             gradient.mul_(factor)
+        return factor
 
     def _commit_buffers(self) -> None:
         buffers, rows = self.replica.buffers, np.stack(self._rows)

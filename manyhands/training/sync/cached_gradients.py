@@ -105,6 +105,7 @@ class CachedGradients:
     ) -> Leaf:
         assert self._known is not None and self._known[0] == cut.step, "begin comes first"
         replica, batch, index = self.replica, self._known[1], micro_batch.index
+        replica.tables.begin()
         replica.buffers.begin(alone=len(cut.sizes) == 1)
         self._rehearse("again")
         with replica.guard:
@@ -157,6 +158,7 @@ class CachedGradients:
     def _batch(self, cut: Cut, everyone: Sequence[Embedded], loss: LossFn) -> _Batch:
         replica = self.replica
         rows = joined(everyone, self.device)
+        replica.tables.begin()
         replica.buffers.begin(alone=True)
         self._rehearse("batch loss")
         with replica.guard:
@@ -177,6 +179,11 @@ class CachedGradients:
                 )
             with one_process():
                 value.backward()
+        if (table := replica.tables.looked_up()) is not None:
+            raise TaskError(
+                f"batch_loss looks up rows of '{table}'. Do it in embed, so that whoever holds the "
+                "records computes what their rows receive."
+            )
         if written := replica.buffers.written():
             raise TaskError(
                 f"batch_loss changes '{written[0]}' of the model (a BatchNorm, or a buffer that is "

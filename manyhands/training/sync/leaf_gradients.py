@@ -62,7 +62,10 @@ class PlainGradients:
 
     most_bytes = 0
 
-    def __init__(self, replica: Replica, train: TrainConfig) -> None:
+    def __init__(self, replica: Replica, train: TrainConfig, *, takes_buffers: bool = True) -> None:
+        """`takes_buffers`: a step of a single micro-batch leaves the buffers as it finds them
+        afterwards. Else they are merged there too."""
+        self.takes_buffers = takes_buffers
         self.replica, self.seed, self.precision = replica, train.seed, train.precision
 
     def begin(
@@ -82,7 +85,8 @@ class PlainGradients:
         during: AbstractContextManager[None] | None = None,
     ) -> Leaf:
         replica = self.replica
-        replica.buffers.begin(alone=len(cut.sizes) == 1)
+        replica.tables.begin()
+        replica.buffers.begin(alone=len(cut.sizes) == 1 and self.takes_buffers)
         with replica.guard:
             return compute(
                 replica.model,

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from manyhands.accounting.deal_micro_batches import Cut, MicroBatch
 from manyhands.training.compute.micro_batch_gradient import LossFn
 from manyhands.training.state.replica import StepFacts
+from manyhands.training.state.rows.table_part import TablePart
 from manyhands.training.state.sharded_optimizer import OptimizerEntry
 from manyhands.training.state.weight_average import SavedAverage
 from manyhands.values.world import World
@@ -19,6 +20,9 @@ CHANGING_NAMES = (
 MIXED_WEIGHTS = "the loss returned a weight for some micro-batches and none for others."
 
 
+SavedTables = Callable[[], Iterable[tuple[str, TablePart]]]
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """A worker's place in a view, as its strategy needs to know it."""
@@ -26,6 +30,7 @@ class Place:
     world: World
     generation: int
     speeds: tuple[float, ...]
+    """By rank. 0: it computes nothing, and updates the weights for those who do (a server)."""
     addresses: tuple[str, ...] = ()
     """Where each host is reached by the others."""
     secret: bytes = field(default=b"", repr=False)
@@ -38,8 +43,24 @@ class Place:
     """With `fresh`: the optimizer's state, from a checkpoint."""
     averages: Callable[[], Mapping[str, SavedAverage]] | None = None
     """Likewise, averages of the weights by name."""
+    tables: SavedTables | None = None
+    """Likewise, rows of tables (`mh.Embedding`) by their names."""
     changes: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Hyper-parameters that are others from here on, on every worker."""
+
+    heard: int = 0
+    """Commands that were given before this view."""
+    due: Callable[[int], int] | None = None
+    """After how many steps all members next act together (save, evaluate, end), for members who are
+    at different steps otherwise; given how many are done."""
+
+    @property
+    def updaters(self) -> list[int]:
+        """Who of this worker's host updates the weights: its servers; where it has none, all. By
+        their number on the host."""
+        ranks = self.world.ranks_of(self.world.host)
+        servers = [rank - ranks.start for rank in ranks if self.speeds[rank] == 0]
+        return servers or list(range(len(ranks)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +72,9 @@ class Held:
     """There is state in memory to go on from, whoever put it there."""
     entries: Iterable[OptimizerEntry] = ()
     """What this worker must save of the optimizer's state."""
+    whole: bool = True
+    """It is the state after the first so many steps. Else it is that after as many others, and
+    must not be saved or scored: what a lost worker had begun is still to come."""
 
 
 class Auditor(Protocol):

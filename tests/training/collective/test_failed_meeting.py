@@ -9,7 +9,7 @@ from manyhands.training.collective.handshake import PeerListener
 from manyhands.training.collective.shared_memory import SharedMemory, SharedRoom
 from manyhands.training.collective.sockets import Sockets
 from manyhands.training.collective.two_level import TwoLevel
-from manyhands.training.state.memory import Memory
+from manyhands.training.memory.memory import Memory
 from manyhands.values.errors import Broken
 from manyhands.values.machine import open_files
 from manyhands.values.world import World

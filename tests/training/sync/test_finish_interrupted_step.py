@@ -17,9 +17,9 @@ from manyhands.training.collective.collective import Sizes
 from manyhands.training.collective.shared_memory import SharedMemory, SharedRoom
 from manyhands.training.collective.two_level import TwoLevel
 from manyhands.training.compute.seeds import seed_everything
-from manyhands.training.state import layout
+from manyhands.training.memory.memory import Memory
+from manyhands.training.state import layout, weight_average
 from manyhands.training.state.build_optimizer import build_optimizer, build_schedules
-from manyhands.training.state.memory import Memory
 from manyhands.training.state.replica import Replica, build_model
 from manyhands.training.sync.allreduce.allreduce import AllReduce, MeetMembers
 from manyhands.training.sync.leaf_gradients import PlainGradients
@@ -127,7 +127,7 @@ class Hand:
         """Of what else outlives it."""
         kept = self.replica.averages.values()
         found: list[tuple[object, str]] = [
-            (a, name) for a in kept for name in ("_words", "_planned")
+            (a, name) for a in kept for name in ("_words", "_planned", "_heads")
         ]
         after = self.sync.after
         return found + ([] if after is None else [(after, "_words"), (after, "_copied")])
@@ -141,7 +141,7 @@ class Hand:
         lanes |= {f"buffers {d}": lane for d, lane in buffers.committed.items()}
         lanes |= {key: torch.as_tensor(value) for key, value in saved.items()}
         for name, average in self.replica.averages.items():
-            lanes |= {f"{name} {d}": lane for d, lane in average.lanes(average.count).items()}
+            lanes |= {f"{name} {d}": lane for d, lane in average.lanes.items()}
             lanes[f"{name} count"] = torch.tensor(average.count)
         rates = [float(g["lr"]) for g in self.replica.optimizer.param_groups]
         return {key: lane.clone() for key, lane in lanes.items()} | {"lr": torch.tensor(rates)}
@@ -187,8 +187,10 @@ AVERAGED = [("cnn", 12, 1), ("lstm", 4, 5), ("transformer", 12, 7), ("own", 12, 
 def test_and_so_do_averages_of_the_weights(
     kind: str, micro_batch: int, every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An epoch is one step long: all averages are taken in each."""
+    """An epoch is one step long: all averages are taken in each. (By torch: of native ones see
+    test_weight_average.py.)"""
     monkeypatch.setattr(Hand, "epoch_of", lambda self, step: step)
+    monkeypatch.setattr(weight_average, "lerp_fma", lambda: None)
     end_in_the_same_bits(
         kind, TrainConfig(batch=12, micro_batch=micro_batch, ema=0.9, swa=1), every
     )

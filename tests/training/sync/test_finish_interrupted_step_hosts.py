@@ -30,10 +30,10 @@ from manyhands.training.collective.shared_memory import SharedMemory, SharedRoom
 from manyhands.training.collective.two_level import TwoLevel
 from manyhands.training.compute.micro_batch_gradient import Leaf, compute
 from manyhands.training.compute.seeds import seed_everything
+from manyhands.training.memory.memory import Memory
 from manyhands.training.state import layout
 from manyhands.training.state.build_optimizer import build_optimizer, build_schedules
 from manyhands.training.state.layout import Bounds, Lanes
-from manyhands.training.state.memory import Memory
 from manyhands.training.state.replica import Replica, build_model
 from manyhands.training.sync import leaf_gradients
 from manyhands.training.sync.allreduce import overlapped_host_sum
@@ -236,7 +236,7 @@ class Hand:
         committed = self.replica.buffers.committed
         lanes = [*self.replica.weights.values(), *committed.values(), torch.tensor(rates)]
         for average in self.replica.averages.values():
-            lanes += [*average.lanes(average.count).values(), torch.tensor(average.count)]
+            lanes += [*average.lanes.values(), torch.tensor(average.count)]
         return [lane.clone() for lane in lanes]
 
 

@@ -20,6 +20,7 @@ and each host takes the step on its own: the whole state is with each of them.
 What becomes of a step in which somebody dies is told in finish_interrupted_step.py.
 """
 
+import time
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import partial
@@ -37,16 +38,18 @@ from manyhands.training.collective.collective import (
     NORMS,
     OUTCOMES,
     Bytes,
+    Meanwhile,
     Sizes,
+    nothing,
 )
 from manyhands.training.collective.two_level import TwoLevel
 from manyhands.training.compute.micro_batch_gradient import Leaf, LossFn, digest
+from manyhands.training.memory.memory import Memory
+from manyhands.training.state.followers import Follower
+from manyhands.training.state.kept_optimizer import keep_optimizer
 from manyhands.training.state.layout import Unit, blocks, bounds, share_out, units
-from manyhands.training.state.memory import Memory
-from manyhands.training.state.optimizer_kinds import NOTHING_KEPT, how_to_cut, what_it_keeps
 from manyhands.training.state.replica import Replica, StepFacts
-from manyhands.training.state.sharded_optimizer import ShardedOptimizer
-from manyhands.training.state.undo_log import UndoLog
+from manyhands.training.state.rows.sum_rows import GradientRows
 from manyhands.training.sync.after_step import AfterStep
 from manyhands.training.sync.allreduce.apply_update import Update
 from manyhands.training.sync.allreduce.finish_interrupted_step import Regrouping
@@ -57,7 +60,9 @@ from manyhands.training.sync.allreduce.partial_sums import Parts, parts_of
 from manyhands.training.sync.allreduce.step_facts import Form, StepTally
 from manyhands.training.sync.canonical_sum import TreeSum, most_parts
 from manyhands.training.sync.leaf_gradients import GatherBytes, LeafGradients
+from manyhands.training.sync.load_meter import LoadMeter
 from manyhands.training.sync.sync import Auditor, Held, Moment, Place
+from manyhands.training.sync.table_sums import TableSums, bucket_norms, scaled
 from manyhands.values.config import TrainConfig
 
 MeetMembers = Callable[[Place], TwoLevel]
@@ -77,36 +82,18 @@ class AllReduce:
         moment: Moment,
         auditor: Auditor,
         after_step: Callable[[Module], Any] | None = None,
+        load: LoadMeter | None = None,
     ) -> None:
-        """`heard` gives the number of the last command that has reached this worker."""
+        """`heard` gives the number of the last command that has reached this worker. `load`: told
+        what it does as a server."""
+        self.load = load or LoadMeter()
         self.replica, self.heard, self.moment = replica, heard, moment
         self.auditor, self.leaves = auditor, leaves
         self.skips = train.not_finite == "skip"
         replica.clip_norm = train.clip_norm
         layout = replica.layout
-        self.cut, _ = how_to_cut(replica.optimizer)
-        kept = what_it_keeps(replica.optimizer, layout) if self.cut == "blocks" else NOTHING_KEPT
-        self.undo_log = UndoLog(
-            layout,
-            replica.weights,
-            kept.slots,
-            kept.scalars,
-            replica.buffers.layout.sizes,
-            memory,
-            extras=self.cut != "blocks",
-            frozen=self.cut == "nowhere",
-        )
-        self.optimizer = ShardedOptimizer(
-            replica.optimizer,
-            replica.parameters,
-            layout,
-            replica.weights,
-            self.undo_log,
-            self.cut,
-            kept,
-            replica.buffers,
-            seed=train.seed,
-        )
+        kept = keep_optimizer(replica, memory, seed=train.seed)
+        self.cut, self.undo_log, self.optimizer = kept
         self.form = Form(len(layout.trainable), replica.buffers.row_width)
         self.outcomes = BufferOutcomes(replica.buffers, self.form)
         self.updating = Update(
@@ -114,8 +101,11 @@ class AllReduce:
             memory,
             micro_batches=train.micro_batches,
             moment=moment,
+            followers=self._followers,
             updated=self._updated,
+            has_tables=bool(replica.tables),
         )
+        self.tables = TableSums(replica.tables, memory)
         self.after = after_step and AfterStep(
             after_step,
             replica,
@@ -132,6 +122,7 @@ class AllReduce:
             self.outcomes,
             self.updating,
             self.after,
+            tables=self.tables,
         )
         most_leaves = train.micro_batches + 1  # a last record joins the batch before it
         self._meet = collective(
@@ -140,7 +131,7 @@ class AllReduce:
                 slots=most_parts(most_leaves),
                 message_bytes=max(
                     self.form.size_bytes(most_leaves),
-                    8 * layout.first_blocks[-1],
+                    8 * (layout.first_blocks[-1] + self.tables.norms_size),
                     self.outcomes.most_bytes(most_leaves),
                     leaves.most_bytes,
                 ),
@@ -164,15 +155,23 @@ class AllReduce:
         layout = self.replica.layout
         self.summing = LocalSum(layout.trainable, self._trainable, self.levels.slots)
         self._step = None
-        # The workers of a host share out what is in its memory, and that is everything.
-        self.rank = self.world.local_rank
-        self.spans = share_out(layout, self.world.local_ranks, cut=self.cut)
+        # The updaters of a host share out what is in its memory, and that is everything.
+        self.rank, self.updaters = self.world.local_rank, place.updaters
+        shares = share_out(layout, len(self.updaters), cut=self.cut)
+        owned = dict(zip(self.updaters, shares, strict=True))
+        self.spans = [owned.get(rank, []) for rank in range(self.world.local_ranks)]
         self.bounds = [bounds(spans) for spans in self.spans]
         self.blocks = [blocks(spans) for spans in self.spans]
         many = self.levels.many
         self.reducing = OverlappedHostSum(layout, self.levels, self.updating.sums) if many else None
         mine = units(layout, self.spans[self.rank], cut=self.cut)
+        if self.speeds[self.world.rank] == 0:
+            self.load.serve(layout, self.spans[self.rank])
+        else:
+            self.load.rest()
         self.regrouping.regroup(place, self.levels, mine)
+        part = self.updaters.index(self.rank) if self.rank in self.updaters else None
+        self.replica.tables.own(self.rank, part, len(self.updaters))
         if place.changes:
             self.replica.change(place.changes)
             self.regrouping.note(place)
@@ -186,9 +185,11 @@ class AllReduce:
         self.replica.turn_to(cut.step)
         mine = self.indices(cut)
         ranges = deal(len(cut.sizes), self.speeds)
-        audited = self.auditor.index(cut) if self.world.num_ranks > 1 else None
+        computing = sum(speed > 0 for speed in self.speeds)
+        audited = self.auditor.index(cut) if computing > 1 else None
         sheet = self.form.sheet(max(len(r) for r in ranges))
         self.outcomes.begin()
+        self.tables.begin(len(cut.sizes))
         tree = self.summing.tree(len(cut.sizes))
         micro_batches = self.leaves.begin(cut, micro_batches, loss, self._gather_for(cut))
         if self.reducing is not None:  # last: from here on the courier is busy with gradients
@@ -197,8 +198,11 @@ class AllReduce:
             last = micro_batch.index == mine[-1] and self.reducing is not None
             leaf = self._leaf(cut, tree, micro_batch, loss, streamed=last)
             self.moment("leaf")
+            of_tables = self.replica.tables.take_gradients()
+            self.tables.add(micro_batch.index, of_tables)
             if micro_batch.index == audited:
-                sheet.digest = digest(self._trainable, leaf)
+                rows = [t for gradient in of_tables for t in gradient.tensors()]
+                sheet.digest = digest(self._trainable, leaf, rows)
             sheet.fill(row, micro_batch, leaf, self._trainable)
             self.outcomes.note(row)
             if last and self.reducing is not None:
@@ -210,7 +214,10 @@ class AllReduce:
         self.moment("gather")
         if self.reducing is not None:
             self.reducing.everything()
-        reach = self.summing.reach(tree)
+        if self.tables:
+            self.replica.tables.see_room(cut.step)
+            self._put_tables(cut.step)
+        reach = max(self.summing.reach(tree), self.tables.reach())
         scale = self.replica.loss_scale
         message = sheet.signed(self.heard(), mine, self.replica.clip_norm, reach, scale.value)
         # The first unit is copied aside while the others are waited for.
@@ -219,6 +226,12 @@ class AllReduce:
         self._step = self.form.read(cut.step, everyone)
         skips = self.skips or scale.excuses(self._step.not_finite())
         return self.form.learn(cut, self._step, everyone, audited, skips=skips)
+
+    def _put_tables(self, step: int) -> None:
+        """Where all find them who come to know of this step."""
+        mine = self.tables.put(self.world.rank, step)
+        if self.levels.many:
+            self.tables.exchange(self.levels, step, mine)
 
     def _gather_for(self, cut: Cut) -> GatherBytes | None:
         if self.world.num_ranks == 1:
@@ -238,13 +251,14 @@ class AllReduce:
 
     def _summed(self, step: int) -> None:
         """The whole sum of a step is in this host's memory."""
-        self.undo_log.summed[:] = step + 1, self.world.local_ranks
+        self.undo_log.summed[:] = step + 1, len(self.updaters)
 
     def _is_witness(self, cut: Cut, index: int) -> bool:
         """The worker after the one that this micro-batch is dealt to computes it too."""
         ranges = deal(len(cut.sizes), self.speeds)
-        owner = next(rank for rank, r in enumerate(ranges) if index in r)
-        return self.world.rank == (owner + 1) % self.world.num_ranks != owner
+        computing = [rank for rank, speed in enumerate(self.speeds) if speed > 0]
+        owner = next(k for k, rank in enumerate(computing) if index in ranges[rank])
+        return self.world.rank == computing[(owner + 1) % len(computing)]
 
     def step(self) -> None:
         assert self._step is not None, "backward comes first"
@@ -262,23 +276,41 @@ class AllReduce:
             self.outcomes.commit(step, outcomes)
             self.replica.loss_scale.after(skipped=False)
             self.moment("update")
+            began = time.monotonic()
             if self.reducing is None:
                 self._update(step)
             else:
                 self._update_summed(step)
-            if self.world.leads_host:
+            self.load.applied(time.monotonic() - began)
+            if self.rank == self._changes_buffers:
                 self.undo_log.put_buffers(step.step + 1, self.replica.buffers.committed)
             self.moment("share")
-            self.levels.meet()
+            self.levels.meet(self._meanwhile(step.step))
+            if self.cut == "nowhere" and self.rank != self._changes_buffers:
+                self.undo_log.get_buffers(step.step + 1, self.replica.buffers.committed)
+                self.optimizer.take_groups(step.step + 1)
             if self.after is not None:
                 self._run_after(self.after, step.step)
-            # The first worker's optimizer, with its hooks, or its after_step may have changed them.
-            if (self.cut == "nowhere" or self.after is not None) and not self.world.leads_host:
-                self.undo_log.get_buffers(step.step + 1, self.replica.buffers.committed)
+                if not self.world.leads_host:
+                    self.undo_log.get_buffers(step.step + 1, self.replica.buffers.committed)
+
+    @property
+    def _changes_buffers(self) -> int:
+        """Who of this host keeps them safe: whose optimizer, with its hooks, may change them."""
+        return self.updaters[0] if self.cut == "nowhere" else 0
+
+    def _meanwhile(self, step: int) -> Meanwhile:
+        """Before the others are waited for: what after_step needs, unless somebody's optimizer may
+        still be changing the buffers."""
+        if self.after is None or not self.world.leads_host or self.cut == "nowhere":
+            return nothing
+        return partial(self.after.prepare, step)
 
     def _run_after(self, after: AfterStep, step: int) -> None:
         """On weights that all have; averages are taken of what it makes of them."""
         if self.world.leads_host:
+            if self.cut == "nowhere":
+                after.prepare(step)
             self.moment("after")
             after.run(step)
         self.levels.meet()
@@ -291,6 +323,7 @@ class AllReduce:
         """It is over, and nothing has changed. Whoever mends it finds that out from its facts."""
         self.moment("update")
         self.optimizer.pass_over(step.step)
+        self.replica.tables.pass_over(step.step)
         for unit in self.optimizer.units:
             self._average(unit, step.step)
         self.replica.loss_scale.after(skipped=True)
@@ -308,25 +341,52 @@ class AllReduce:
 
     def _average(self, unit: Unit, step: int) -> None:
         for average in self.replica.averages.values():
-            average.take(unit, step)
+            average.take(unit, step, self.rank)
+
+    def _followers(self, unit: Unit, step: int) -> list[Follower]:
+        """The same, while a native pass has them in the cache; none: nothing, or not so."""
+        if self.after is not None:
+            return self.after.follower(unit)
+        averages = self.replica.averages.values()
+        return [f for average in averages for f in average.follower(unit, step, self.rank)]
 
     def _update(self, step: StepTally) -> None:
         """With everybody's partial sums, which are all on this host."""
-        parts = self._exchange(step)
+        parts, tables = self._exchange(step), self._table_gradients(step)
+        rate = self.replica.tables.rate(self.replica.optimizer)
         looks = step.clip_norm is not None or step.may_overflow
-        factor = self._clip_factor(step, parts) if looks else 1.0
+        factor = self._clip_factor(step, parts, tables) if looks else 1.0
         self.updating.update(step, parts, self.bounds[self.rank], factor)
+        self._update_tables(step, tables, factor, rate)
 
     def _update_summed(self, step: StepTally) -> None:
         """With the sum over all hosts."""
 
+        tables = self._table_gradients(step)
+        rate = self.replica.tables.rate(self.replica.optimizer)
+
         def norms() -> NDArray[np.float64]:
             mine = self.updating.summed_norms(step, self.blocks[self.rank])
-            return self._gather_norms(step, mine)
+            return self._gather_norms(step, mine, tables)
 
         looks = step.clip_norm is not None or step.may_overflow
         factor = self.updating.clip_factor(step, norms) if looks else 1.0
         self.updating.update_summed(step, factor)
+        self._update_tables(step, tables, factor, rate)
+
+    def _table_gradients(self, step: StepTally) -> list[GradientRows]:
+        """Of the buckets that are this worker's."""
+        if not self.tables:
+            return []
+        return self.tables.gradients(step.step, len(step.ranges), step.leaves, step.divisor)
+
+    def _update_tables(
+        self, step: StepTally, found: list[GradientRows], factor: float, rate: float
+    ) -> None:
+        if self.tables:
+            self.moment("rows")
+            gradients = [scaled(gradient, factor) for gradient in found]
+            self.replica.tables.apply(gradients, step.step, rate)
 
     def _gather_outcomes(self, step: StepTally) -> list[Bytes]:
         """Everyone's outcomes of the buffers that are merged by value, if any changed."""
@@ -340,22 +400,30 @@ class AllReduce:
         counts = [len(subtrees(r, step.leaves)) for r in step.ranges]
         return parts_of(self.levels.exchange(counts, self.bounds), step)
 
-    def _clip_factor(self, step: StepTally, parts: Parts) -> float:
+    def _clip_factor(self, step: StepTally, parts: Parts, tables: list[GradientRows]) -> float:
         """What the gradient is multiplied with. This worker's stretch of it is left in the sums."""
         rank = self.rank
         self.updating.finish_into_sums(step, parts, self.bounds[rank], self.spans[rank])
-        return self.updating.clip_factor(
-            step, lambda: self._gather_norms(step, self.updating.norms(step, self.blocks[rank]))
-        )
 
-    def _gather_norms(self, step: StepTally, mine: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Of all blocks, each from the worker of this host that owns it."""
+        def norms() -> NDArray[np.float64]:
+            return self._gather_norms(step, self.updating.norms(step, self.blocks[rank]), tables)
+
+        return self.updating.clip_factor(step, norms)
+
+    def _gather_norms(
+        self, step: StepTally, mine: NDArray[np.float64], tables: list[GradientRows]
+    ) -> NDArray[np.float64]:
+        """Of all blocks, each from the worker of this host that owns it, and of all buckets."""
         counts = [len(b) for b in self.blocks]
-        norms = np.zeros(max(counts))
+        most, of_tables = max(counts), bucket_norms(tables)
+        norms = np.zeros(most + len(of_tables))
         norms[: len(mine)] = mine
+        norms[most:] = of_tables
         everyone = self.levels.gather_here(norms.view(np.uint8), NORMS, step.step)
-        rows = [m.view(np.float64)[:n] for m, n in zip(everyone, counts, strict=True)]
-        return np.concatenate(rows)
+        found = [m.view(np.float64) for m in everyone]
+        rows = [m[:n] for m, n in zip(found, counts, strict=True)]
+        # Of each bucket one has the norm, and the others have 0.
+        return np.concatenate([*rows, np.sum([m[most:] for m in found], axis=0)])
 
     def close(self) -> None:
         if self._levels is not None:

@@ -13,9 +13,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from manyhands.training.compute.one_thread import one_thread
+from manyhands.training.memory.memory import Memory
+from manyhands.training.state.followers import Follower
 from manyhands.training.state.layout import Bounds, Lanes, Span, Unit, units
-from manyhands.training.state.memory import Memory
-from manyhands.training.state.sharded_optimizer import ShardedOptimizer, one_thread
+from manyhands.training.state.sharded_optimizer import ShardedOptimizer
 from manyhands.training.sync.allreduce.partial_sums import Finisher, Parts
 from manyhands.training.sync.allreduce.step_facts import StepTally
 from manyhands.training.sync.clip import block_norms, coefficient, torch_coefficient
@@ -35,12 +37,18 @@ class Update:
         *,
         micro_batches: int,
         moment: Moment,
+        followers: Callable[[Unit, int], Sequence[Follower]],
         updated: Callable[[Unit, int], None],
+        begins: Callable[[Unit, int], None] = lambda unit, step: None,
+        has_tables: bool = False,
     ) -> None:
-        """`micro_batches`: of a full step. `updated`: told of each unit that has taken a step,
-        while it is still in the cache."""
+        """`micro_batches`: of a full step. `begins`: told of each unit before it takes a step;
+        `updated`: after it, unless all that it does was done within the step, by `followers` of the
+        unit. `has_tables`: norms are not those of dense gradients alone."""
+        self.begins, self.has_tables = begins, has_tables
         self.optimizer, self.layout = optimizer, optimizer.layout
-        self.micro_batches, self.moment, self.updated = micro_batches, moment, updated
+        self.micro_batches, self.moment = micro_batches, moment
+        self.followers, self.updated = followers, updated
         self.finisher = Finisher()
         self.sums: Lanes = {
             dtype: memory.tensor(size, dtype=dtype)
@@ -78,7 +86,7 @@ class Update:
             raise GradientNotFinite(None, step.step)
         if step.clip_norm is None:
             return 1.0
-        if self.micro_batches > 1:
+        if self.micro_batches > 1 or self.has_tables:
             return coefficient(norms() if whole is None else whole, step.clip_norm)
         # With a single micro-batch there is a single worker, and PyTorch's own norm.
         pairs = zip(self.layout.trainable, step.touched, strict=True)
@@ -116,8 +124,13 @@ class Update:
                 finished = gradient(unit)
                 if factor < 1.0 or optimizer.cut == "nowhere":  # unknown ones may write to it
                     finished = self.finisher.scaled(finished, factor)
-                optimizer.update(work, finished, unit, step.touched, step.step)
-                self.updated(work.unit, step.step)
+                self.begins(work.unit, step.step)
+                followers = self.followers(work.unit, step.step)
+                done = optimizer.update(
+                    work, finished, unit, step.touched, step.step, followers=followers
+                )
+                if not (done and followers):
+                    self.updated(work.unit, step.step)
 
 
 def _norms(step: StepTally, blocks: Sequence[Tensor]) -> NDArray[np.float64]:

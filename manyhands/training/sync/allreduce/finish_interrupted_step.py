@@ -17,7 +17,7 @@ takes the schedule's steps since then.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import msgspec
@@ -29,6 +29,7 @@ from manyhands.training.collective.two_level import TwoLevel
 from manyhands.training.state.layout import Bounds, Unit, blocks, rest_of, share_out, units
 from manyhands.training.state.param_groups import groups_to_json
 from manyhands.training.state.replica import Replica
+from manyhands.training.state.rows.sum_rows import GradientRows
 from manyhands.training.state.sharded_optimizer import ShardedOptimizer
 from manyhands.training.state.undo_log import UndoLog
 from manyhands.training.sync.after_step import AfterStep
@@ -37,6 +38,7 @@ from manyhands.training.sync.allreduce.merge_buffers import BufferOutcomes
 from manyhands.training.sync.allreduce.partial_sums import parts_of
 from manyhands.training.sync.allreduce.step_facts import Form, StepTally
 from manyhands.training.sync.sync import Place
+from manyhands.training.sync.table_sums import TableSums, bucket_norms, level_tables, scaled
 from manyhands.values.errors import Broken
 
 
@@ -50,7 +52,12 @@ class Regrouping:
         outcomes: BufferOutcomes,
         updating: Update,
         after: AfterStep | None,
+        mend: Callable[[TwoLevel, int], None] | None = None,
+        tables: TableSums | None = None,
     ) -> None:
+        """`mend`: what the first worker of a host does with what it finds, instead of what is told
+        above."""
+        self.mend, self.tables = mend or self._mend, tables
         self.replica, self.undo_log, self.optimizer = replica, undo_log, optimizer
         self.form, self.outcomes, self.updating, self.after = form, outcomes, updating, after
         self._current = False
@@ -65,7 +72,7 @@ class Regrouping:
         elif place.fresh is not None:
             self._current = False
         elif world.leads_host and self.undo_log.holds:
-            self._mend(levels, world.local_rank)
+            self.mend(levels, world.local_rank)
         if levels.between is not None:
             levels.carry(lambda: self._level(place, levels))
         elif place.fresh is None and not levels.many and not self.undo_log.holds:
@@ -76,8 +83,10 @@ class Regrouping:
         self.note(place)
 
     def note(self, place: Place) -> None:
-        """Groups and schedule as they are now, between steps: whoever joins later must know."""
+        """Groups and schedule as they are now, between steps, and among how many the update is
+        shared out: whoever joins later must know."""
         if place.world.leads_host:
+            self.undo_log.updaters[0] = len(place.updaters)
             self.undo_log.put_note(self.replica.step, self._note())
 
     def _begin(self, place: Place, levels: TwoLevel, mine: Sequence[Unit]) -> None:
@@ -94,6 +103,7 @@ class Regrouping:
                 average.reset(step, saved.get(name))
             if self.after is not None:
                 self.after.reset(step)
+            replica.tables.reset(step, place.tables() if place.tables is not None else ())
         levels.meet()
         replica.adopt()
         replica.step, self._current = step, True
@@ -108,17 +118,17 @@ class Regrouping:
         """With what is kept."""
         step, _ = self.undo_log.steps()
         self.replica.adopt()
-        self._catch_up(step)
+        self.catch_up(step)
         self.undo_log.get_buffers(step, self.replica.buffers.committed)
         self.replica.buffers.show()
         self.optimizer.regroup(rank, mine, step)
 
     # ---- groups and schedule
 
-    def _catch_up(self, step: int) -> None:
+    def catch_up(self, step: int) -> None:
         """As they are after `step` steps."""
         replica = self.replica
-        if not self._current:
+        if not self._current or replica.step > step:  # it may have been ahead of the weights
             found = self.undo_log.get_note()
             assert found is not None, "a view that goes on follows one that began"
             replica.step, note = found
@@ -126,6 +136,8 @@ class Regrouping:
             # The note may be older than a change that was made at its very step.
             replica.change(replica.changes.get(replica.step, {}))
         while replica.step < step:
+            if replica.step + 1 == step:
+                self.optimizer.take_groups(step)
             replica.advance()
         replica.hear_journal()
 
@@ -148,7 +160,14 @@ class Regrouping:
         Idempotent: whoever mends can die too.
         """
         self.undo_log.repair()
+        for average in self.replica.averages.values():
+            average.repair()
         low, high = self.undo_log.steps()
+        if self.tables:
+            tables = self.tables.tables
+            tables.own(rank, 0, 1)
+            tables.repair()
+            low, high = min(low, tables.steps()[0]), max(high, tables.steps()[1])
         if self.after is not None:
             self.after.undo(high)
         committed = self.replica.buffers.committed
@@ -161,12 +180,12 @@ class Regrouping:
             self.replica.loss_scale.after(skipped=step.not_finite() is not None)
             self.undo_log.put_buffers(high, committed)
         if low < high:  # after the buffers: the update looks at what was merged
-            self._catch_up(low)
+            self.catch_up(low)
             self._finish_step(levels, rank, self._recall(levels, low))
         if self.after is not None:
             self.after.catch_up(high)
         for average in self.replica.averages.values():
-            average.finish(high)
+            average.finish(high, rank)
         self.undo_log.summed[:] = 0
         if told := levels.recall(FACTS, high - 1):  # they may all be new who are here now
             self.replica.facts = self.form.facts(self.form.read(high - 1, told), told)
@@ -178,8 +197,8 @@ class Regrouping:
         """Update what the members of the view before this one did not get to."""
         layout, cut, updating = self.replica.layout, self.optimizer.cut, self.updating
         summed = int(self.undo_log.summed[0]) == step.step + 1
-        workers = int(self.undo_log.summed[1]) if summed else len(step.ranges)
-        spans = share_out(layout, workers, cut=cut)
+        updaters = self.undo_log.summed[1] if summed else self.undo_log.updaters[0]
+        spans = share_out(layout, int(updaters), cut=cut)
         done = self.undo_log.done
         left = [
             rest_of(layout, unit, done, step.step)
@@ -190,10 +209,20 @@ class Regrouping:
         self.optimizer.regroup(rank, behind, step.step, own=True)
         if step.not_finite() is not None:
             self.optimizer.pass_over(step.step)
+            self.replica.tables.pass_over(step.step)
             return
+        gradients: list[GradientRows] = []
+        if self.tables:
+            whole = (len(step.ranges), step.leaves, step.divisor)
+            gradients = self.tables.gradients(step.step, *whole)
         every = [block for owned in spans for block in blocks(owned)]
         norms = partial(updating.summed_norms if summed else updating.norms, step)
-        factor = updating.clip_factor(step, lambda: norms(every))
+        factor = updating.clip_factor(
+            step, lambda: np.concatenate([norms(every), bucket_norms(gradients)])
+        )
+        found = [scaled(gradient, factor) for gradient in gradients]
+        rate = self.replica.tables.rate(self.replica.optimizer)
+        self.replica.tables.apply(found, step.step, rate)
         with torch.no_grad():
             if summed:
                 updating.update_summed(step, factor)
@@ -233,12 +262,13 @@ class Regrouping:
         if told[2]:
             lanes += [*undo_log.slots.values(), *undo_log.scalars.values()]
         for average, count in zip(averages, told[3:], strict=True):
-            lanes += average.lanes(count).values() if count else ()
+            lanes += average.lanes.values() if count else ()
         for lane in lanes:
             if lane.numel():
                 owned: list[Bounds] = [{lane.dtype: (0, 0)}] * len(steps)
                 owned[holder] = {lane.dtype: (0, len(lane))}
                 between.share({lane.dtype: lane}, owned)
+        level_tables(self.replica.tables, between, levels.world, holder, step, receives=receives)
         if receives:
             received = text.numpy().tobytes()
             for average, count in zip(averages, told[3:], strict=True):

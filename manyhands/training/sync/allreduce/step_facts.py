@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from manyhands.accounting.deal_micro_batches import Cut, MicroBatch
+from manyhands.accounting.read_digests import joined_digest
 from manyhands.training.collective.collective import Bytes
 from manyhands.training.compute.micro_batch_gradient import MOST_NUMBERS, Leaf
 from manyhands.training.state.replica import StepFacts
@@ -32,7 +33,8 @@ from manyhands.values.errors import (
 # [last command heard, range start, range stop, clip norm or NaN, bytes of names, audited digest,
 #  reach of the partial sums (finite.py), by what the losses were multiplied (loss_scale.py)]
 HEADER = 8
-COLUMNS = 6  # per micro-batch: [loss, weight or NaN, share, records, mark of the names, position]
+# Per micro-batch: [loss, weight or NaN, share, records, mark of the names, position, read].
+COLUMNS = 7
 NAME_BYTES = 2048
 
 
@@ -175,6 +177,7 @@ class Form:
             agreed=int(min(m.view(np.float64)[0] for m in everyone)),
             numbers={n: _mean(v, scales, total) for n, v in zip(names, values, strict=True)},
             skipped=_in_short(tally),
+            read=joined_digest(tally.columns[6]),
         )
 
 
@@ -199,7 +202,8 @@ class Sheet:
         self.names = sorted(leaf.numbers)
         mark = zlib.crc32("\n".join(self.names).encode())
         batch = micro_batch
-        row[:COLUMNS] = leaf.loss, weight, batch.share, batch.records, mark, batch.start
+        told = leaf.loss, weight, batch.share, batch.records, mark, batch.start, batch.read
+        row[:COLUMNS] = told
         row[COLUMNS : COLUMNS + len(self.names)] = [leaf.numbers[n] for n in self.names]
         at = COLUMNS + MOST_NUMBERS
         for k, parameter in enumerate(parameters):
