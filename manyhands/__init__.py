@@ -29,10 +29,12 @@ if TYPE_CHECKING:
     from manyhands.data.reading.prepared_data import prepared
     from manyhands.stories.evaluate import evaluate, fingerprint
     from manyhands.stories.load import encoders, load, report
+    from manyhands.stories.open_table import open_table
     from manyhands.stories.predict import predict
     from manyhands.stories.prepare import prepare
     from manyhands.stories.replay import replay
     from manyhands.stories.train import resume, train
+    from manyhands.training.state.rows.embedding import Embedding
     from manyhands.training.warmup import steps_per_epoch, warmup
 
 __version__ = VERSION
@@ -40,6 +42,7 @@ __version__ = VERSION
 __all__ = [
     "CheckpointConfig",
     "DataConfig",
+    "Embedding",
     "EvaluateConfig",
     "Interrupted",
     "LogConfig",
@@ -60,6 +63,7 @@ __all__ = [
     "from_lightning",
     "load",
     "map_reduce",
+    "open_table",
     "predict",
     "prepare",
     "prepared",
@@ -72,6 +76,7 @@ __all__ = [
 ]
 
 _LATER = {
+    "Embedding": "manyhands.training.state.rows.embedding",
     "balanced": "manyhands.data.reading.choose_sampling",
     "encoders": "manyhands.stories.load",
     "evaluate": "manyhands.stories.evaluate",
@@ -80,6 +85,7 @@ _LATER = {
     "from_lightning": "manyhands.adapters.from_lightning",
     "load": "manyhands.stories.load",
     "map_reduce": "manyhands.data.mapreduce.map_reduce",
+    "open_table": "manyhands.stories.open_table",
     "predict": "manyhands.stories.predict",
     "prepare": "manyhands.stories.prepare",
     "prepared": "manyhands.data.reading.prepared_data",

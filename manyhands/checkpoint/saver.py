@@ -28,6 +28,14 @@ class Content:
     metadata: Mapping[str, str]
 
 
+@dataclass(frozen=True, slots=True)
+class Streamed:
+    """One file to be whose bytes are made as they are written, of something that stays as it is."""
+
+    name: str
+    chunks: Iterator[Buffer]
+
+
 OnWritten = Callable[[int, int, dict[str, FileRecord], float], None]
 
 
@@ -51,18 +59,19 @@ class Saver:
         self.writing_s = 0.0
         """How long it took to write the last save."""
 
-    def save(self, step: int, attempt: int, contents: Sequence[Content]) -> None:
+    def save(self, step: int, attempt: int, contents: Sequence[Content | Streamed]) -> None:
         started = time.perf_counter()
         self.drain()
-        copied = [
-            Content(c.name, {k: self._copy(c.name, k, t) for k, t in c.tensors.items()}, c.metadata)
-            for c in contents
-        ]
+        copied = [self._copied(c) if isinstance(c, Content) else c for c in contents]
         blocked_s = time.perf_counter() - started
         self._thread = threading.Thread(
             target=self._write, args=(step, attempt, copied, blocked_s), name="saver", daemon=True
         )
         self._thread.start()
+
+    def _copied(self, c: Content) -> Content:
+        tensors = {k: self._copy(c.name, k, t) for k, t in c.tensors.items()}
+        return Content(c.name, tensors, c.metadata)
 
     def _copy(self, file: str, name: str, tensor: Tensor) -> Tensor:
         copy = self._copies.get((file, name))
@@ -72,7 +81,7 @@ class Saver:
         return copy.copy_(tensor.detach())
 
     def _write(
-        self, step: int, attempt: int, contents: Sequence[Content], blocked_s: float
+        self, step: int, attempt: int, contents: Sequence[Content | Streamed], blocked_s: float
     ) -> None:
         started = time.perf_counter()
         try:
@@ -84,8 +93,10 @@ class Saver:
         except BaseException as error:
             self._error = error
 
-    def _watched(self, content: Content) -> Iterator[Buffer]:
-        for chunk in encode(content.tensors, content.metadata):
+    def _watched(self, content: Content | Streamed) -> Iterator[Buffer]:
+        streamed = isinstance(content, Streamed)
+        chunks = content.chunks if streamed else encode(content.tensors, content.metadata)
+        for chunk in chunks:
             yield chunk
             self.progress()
 

@@ -8,12 +8,14 @@
                                optimizer's groups and the schedule, in JSON
     optimizer-00.safetensors   the optimizer state of the spans that worker 0 held, as
                                `key/name@offset`
+    table-user-00.arrows       rows of a table that worker 0 updated (table_files.py)
     manifest.json              sizes and checksums of the others
 
 The first is what people load elsewhere. Optimizer state is written as it was shared out and read
 back by any number of workers.
 """
 
+import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -21,8 +23,9 @@ from typing import Any
 
 from torch import Tensor
 
-from manyhands.checkpoint.safetensors_files import can_encode, decode
+from manyhands.checkpoint.safetensors_files import can_encode, decode, fingerprint
 from manyhands.checkpoint.saver import Content
+from manyhands.checkpoint.table_files import fingerprint_tables
 from manyhands.values.errors import RunDirError, TrainError
 
 MODEL = "model.safetensors"
@@ -87,6 +90,14 @@ def _there(folder: Path, weights: str) -> str:
     if weights != "trained" and not (folder / file).exists():
         raise RunDirError(no_average(folder, weights))
     return file
+
+
+def fingerprint_step(folder: Path, weights: str = "trained") -> str:
+    """Of a step's weights and buffers, and of the rows of its tables."""
+    of_model, of_tables = fingerprint(folder / weights_file(weights)), fingerprint_tables(folder)
+    if of_tables is None:
+        return of_model
+    return hashlib.sha256(f"{of_model} {of_tables}".encode()).hexdigest()
 
 
 def weights_files(folder: Path) -> list[str]:

@@ -12,11 +12,16 @@ from manyhands.stories import live
 
 def scale(
     folder: RunFolder,
-    workers: Annotated[int, typer.Argument(help="How many workers from now on.")],
+    workers: Annotated[
+        int | None, typer.Argument(help="How many workers from now on; left out: as many as now.")
+    ] = None,
+    servers: Annotated[
+        int | None, typer.Option(help="How many servers, where servers update the weights.")
+    ] = None,
     wait: WaitOption = 60.0,
 ) -> None:
-    """Change the number of workers of RUN while it trains."""
-    print(live.scale(folder, workers, wait))
+    """Change the number of workers, or of servers, of RUN while it trains."""
+    print(live.scale(folder, workers, wait, servers=servers))
 
 
 def change(

@@ -36,6 +36,36 @@ def links_table(links: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
+def servers_table(servers: Sequence[Mapping[str, Any]]) -> Table:
+    """What each had to do lately."""
+    columns = ("rank", "worker", "applied/s", "MB/s", "share", "busy", "queue", "p50 ms", "p99 ms")
+    table = Table(*columns, box=None, pad_edge=False)
+    for each in servers:
+        table.add_row(
+            str(each["rank"]),
+            str(each["worker"]),
+            f"{each['applied_per_s']:.1f}",
+            f"{each['bytes_per_s'] / 1e6:.1f}",
+            f"{each['share']:.0%}",
+            f"{each['busy']:.0%}",
+            f"{each['queue']:.1f}",
+            f"{1e3 * each['p50_s']:.2f}",
+            f"{1e3 * each['p99_s']:.2f}",
+        )
+    return table
+
+
+MOST_BEHIND = 8
+
+
+def steps_behind(counts: Sequence[int]) -> str:
+    """How stale what was applied had been, as parts of all of it."""
+    total, last = sum(counts), MOST_BEHIND - 1
+    shown = [*counts[:last], sum(counts[last:])] if len(counts) > MOST_BEHIND else list(counts)
+    more = {last: "+"} if len(counts) > MOST_BEHIND else {}
+    return ", ".join(f"{k}{more.get(k, '')}: {n / total:.0%}" for k, n in enumerate(shown))
+
+
 @contextmanager
 def warnings_shown() -> Generator[None]:
     """Python's warnings as lines for people."""

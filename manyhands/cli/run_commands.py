@@ -11,7 +11,14 @@ from rich.console import Console
 from rich.table import Table
 
 from manyhands.cli.options_from_requests import options_of
-from manyhands.cli.printing import links_table, show_pairs, to_json, warnings_shown
+from manyhands.cli.printing import (
+    links_table,
+    servers_table,
+    show_pairs,
+    steps_behind,
+    to_json,
+    warnings_shown,
+)
 from manyhands.cli.shared_arguments import JsonFlag, RunFolder, Step, WhichWeights
 from manyhands.monitor.ledger_page import print_proof
 from manyhands.values.errors import ManyhandsError, RunFailed
@@ -62,11 +69,15 @@ def status(folder: RunFolder, json: JsonFlag = False) -> None:
         return
     workers: Any = found.pop("workers")
     links: Any = found.pop("links", [])
+    servers: Any = found.pop("servers", [])
+    behind: Any = found.pop("staleness_counts", [])
     found.pop("hosts", None)  # manyhands hosts shows them
     hidden = ("pid", "host", "time", "run", "seconds_ago", "verdict")
     shown = {k: v for k, v in found.items() if k not in hidden}
     if "params" in shown:
         shown["params"] = params_text(shown["params"])
+    if any(behind):
+        shown["steps behind"] = steps_behind(behind)
     shown["saved"] = ", ".join(str(s) for s in found["saved"]) or "nothing yet"
     damaged = shown.pop("damaged")
     show_pairs(shown)
@@ -76,9 +87,13 @@ def status(folder: RunFolder, json: JsonFlag = False) -> None:
         columns = ("rank", "worker", "pid", "host", "step", "micro-batches", "samples/s")
         table = Table(*columns, box=None, pad_edge=False)
         for w in workers:
-            numbers = (w["rank"], w["worker"], w["pid"], w["host"], w["step"], w["micro_batches"])
+            work = "serves" if w.get("serves") else w["micro_batches"]
+            numbers = (w["rank"], w["worker"], w["pid"], w["host"], w["step"], work)
             table.add_row(*(str(n) for n in numbers), f"{w['samples_per_s']:.1f}")
         Console().print(table)
+    if servers:
+        print("\nservers, in the last seconds:")
+        Console().print(servers_table(servers))
     if links:
         print()
         Console().print(links_table(links))

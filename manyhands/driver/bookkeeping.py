@@ -19,17 +19,24 @@ import msgspec
 
 from manyhands.accounting import ledger
 from manyhands.accounting.deal_micro_batches import epochs_done
+from manyhands.accounting.ledger_lines import records_of
+from manyhands.accounting.merged_steps import added_up, staleness_in_words
 from manyhands.checkpoint.commit import FileRecord, FolderStorage, StepManifest, to_delete
-from manyhands.checkpoint.safetensors_files import fingerprint
-from manyhands.checkpoint.step_files import MODEL
+from manyhands.checkpoint.step_files import fingerprint_step
 from manyhands.driver.callbacks import call_back
 from manyhands.driver.live.live_settings import LiveSettings
 from manyhands.driver.resolved_run import ResolvedRun
 from manyhands.driver.run_outputs import RunOutputs
+from manyhands.driver.server_loads import ServerLoads
 from manyhands.driver.speed_meter import SpeedMeter
 from manyhands.driver.status_writer import write_status
 from manyhands.driver.supervise.run_outcome import Done, Incident
-from manyhands.evaluation.early_stopping import best_step, criterion, should_stop
+from manyhands.evaluation.early_stopping import (
+    best_step,
+    criterion,
+    see_that_it_was_scored,
+    should_stop,
+)
 from manyhands.monitor.terminal import Progress
 from manyhands.planning.planner import Plan
 from manyhands.values import events
@@ -43,11 +50,12 @@ from manyhands.values.errors import (
     TaskError,
 )
 from manyhands.values.kernels import Kernels, otherwise
-from manyhands.values.messages import Beat, SavedFile, Settings, View
+from manyhands.values.messages import Beat, Merged, SavedFile
 from manyhands.values.report import Report
 from manyhands.values.run_folder import write_whole
 from manyhands.values.task_params import params_text
 from manyhands.values.verdict import Cause, Verdict
+from manyhands.values.view import Settings, View
 from manyhands.values.worker_status import HostStatus, Link, WorkerStatus
 
 
@@ -66,13 +74,17 @@ class Bookkeeping:
         self.job, self.plan, self.started, self.book = job, made, job.asked, book
         live = [s for c in book.changes if c.step <= first_step for s in live_settings(c.settings)]
         self.live = LiveSettings(job.config.with_settings(live))
-        self.losses: dict[int, float] = {}
+        last = book.last_loss
+        self.losses: dict[int, float] = {} if last is None else {first_step: last}
         self.logged = first_step
         self.passed_over = -1
         """The last step that was written down."""
         self.incidents = 0
         self.compared = False
         """Whether these machines were compared with those of the run so far."""
+        self.unlike = False
+        """They compute other bits, or do so among themselves: it was said."""
+        self.other_records = False
         self.doing = "running"
         self.storage = FolderStorage(job.run)
         self.outputs = RunOutputs(job.run, job.config.log, quiet=job.quiet)
@@ -81,6 +93,9 @@ class Bookkeeping:
         self.status_of: list[WorkerStatus] = []
         self.outlook: Callable[[], dict[str, str]] = dict[str, str]
         """The wished speed and the forecast, while there are any."""
+        self.staleness: dict[int, list[int]] = {}
+        """By view, where workers are at different steps: how many steps were so stale."""
+        self.loads = ServerLoads(time.monotonic())
         self.hosts: list[HostStatus] = []
         self.links: list[Link] = []
         self.first_step, self.new = first_step, resume is None
@@ -124,6 +139,10 @@ class Bookkeeping:
 
     def beat(self, beat: Beat) -> None:
         self.outputs.losses(beat.losses)
+        for step, digest in beat.reads:
+            self.read(beat.worker, step, digest)
+        if beat.load is not None:
+            self.loads.hear(beat.worker, beat.load, time.monotonic())
         if beat.loss is None:
             return
         self.speed.measure(beat.records)
@@ -155,8 +174,16 @@ class Bookkeeping:
         doing: str,
     ) -> None:
         self.status_of, self.hosts, self.links, self.doing = workers, hosts, links, doing
-        self.progress.workers = len(workers)
+        self.progress.servers = sum(worker.serves for worker in workers)
+        self.progress.workers = len(workers) - self.progress.servers
         self._write_status()
+        if self.loads.due(time.monotonic()):
+            self._tell_of_servers()
+
+    def _tell_of_servers(self) -> None:
+        if servers := self.loads.untold(time.monotonic()):
+            staleness = added_up(self.staleness.values())
+            self.event(events.Served(step=self.progress.step, servers=servers, staleness=staleness))
 
     def begun(
         self,
@@ -172,18 +199,28 @@ class Bookkeeping:
         if not self.compared:
             self.compared = True
             if (text := otherwise(self.book.kernels, kernels)) is not None:
-                self.event(events.Warned(text=f"{text}; bits will differ from here on"))
+                self.unlike = True
+                self.event(events.Warned(text=f"{text}; bits may differ from here on"))
+        self.unlike |= len(kernels) > 1
+        self.loads.begin(view)
         self.book.begin(step, view.generation, workers, view.speeds)
         self.book.computed_by(step, kernels)
-        self.progress.workers = len(workers)
+        servers = [rank for rank, speed in enumerate(view.speeds) if speed == 0]
+        self.progress.workers, self.progress.servers = len(workers) - len(servers), len(servers)
         self.event(
             events.Viewed(
                 generation=view.generation,
                 first_step=step,
                 members={m.rank: m.pid for m in view.members},
                 because=view.because,
+                servers=servers,
             )
         )
+
+    def merged(self, told: Merged) -> None:
+        """Workers are at different steps: which are in, and who computed them."""
+        self.book.merge(told.step, told.of, told.applied, told.computed)
+        self.staleness[told.of] = told.staleness
 
     def changed(self, step: int, changes: Settings) -> None:
         self.book.change(step, changes)
@@ -206,6 +243,26 @@ class Bookkeeping:
                 "that changes, or the order of a set of strings."
             )
 
+    def read(self, worker: int, step: int, digest: int) -> None:
+        """A stream was read for a step: whenever and wherever that is, it must give the same."""
+        if self.book.read(step, digest):
+            return
+        other = (
+            f"the stream (or what collates it) gave worker {worker} other values for step {step}, "
+            f"{records_of(self.book.opened, step)}, than it gave before, or to others"
+        )
+        if self.unlike:  # records may be computed, and are then other ones here
+            if not self.other_records:
+                self.event(events.Warned(text=other))
+            self.other_records = True
+            return
+        raise TaskError(
+            f"Task: {other}. It must give the same each time it is read, in every process: not "
+            "what depends on the time, the process, a generator that nobody seeds, a file that "
+            "changes, or the order of a set of strings. To go on with other data, begin another "
+            "run with train.start_from."
+        )
+
     def recovered(self, incident: Incident) -> None:
         self.incidents += 1
         self.event(
@@ -225,7 +282,7 @@ class Bookkeeping:
             went_on_at=incident.step,
             recomputed=incident.recomputed,
         )
-        self.outputs.note(verdict.page())
+        self.outputs.note(verdict.page(replay=self.job.replays))
         with suppress(OSError):
             encoded = msgspec.json.format(msgspec.json.encode(verdict))
             write_whole(self.job.run.verdict, encoded, durable=False)
@@ -243,14 +300,16 @@ class Bookkeeping:
         self.event(event)
         # A run that went back to a checkpoint scores again what it had scored before.
         self.history = [h for h in self.history if h[0] < step] + [(step, scores)]
+        evaluate, keep_best = self.job.config.evaluate, self.live.config.checkpoint.keep_best
+        see_that_it_was_scored(scores, "checkpoint.keep_best", keep_best)
+        see_that_it_was_scored(scores, "evaluate.by", None if evaluate is None else evaluate.by)
         self._retain()
         call_back("on_evaluate", self.job.on_evaluate, event)
-        evaluate = self.job.config.evaluate
         if evaluate is None:
             return None
         try:
             return should_stop(self.history, by=evaluate.by, patience=evaluate.stop_early)
-        except ConfigError as error:  # hours in, a warning is worth more than a stop
+        except ConfigError as error:  # of scores before a resume, which had other names
             self.event(events.Warned(text=f"{error} It will not stop early."))
             return None
 
@@ -290,31 +349,33 @@ class Bookkeeping:
     def _retain(self) -> None:
         checkpoint = self.live.config.checkpoint
         steps = self.storage.steps()
-        best = None
-        if checkpoint.keep_best is not None:
-            saved = [(step, scores) for step, scores in self.history if step in steps]
-            with suppress(ConfigError):  # said by `scored`, or at the end by its absence
-                best = best_step(saved, checkpoint.keep_best)
-        gone = to_delete(steps, keep_last=checkpoint.keep_last, best=best)
+        gone = to_delete(steps, keep_last=checkpoint.keep_last, best=self._best_of(steps))
         for step, because in gone.items():
             self.storage.delete(step)
             self.event(events.Deleted(step=step, because=because))
+
+    def _best_of(self, steps: list[int]) -> int | None:
+        """The one that checkpoint.keep_best keeps."""
+        by = self.live.config.checkpoint.keep_best
+        saved = [(step, scores) for step, scores in self.history if step in steps]
+        with suppress(ConfigError):  # scores before a resume may have had other names
+            return None if by is None else best_step(saved, by)
 
     # ---- how it ends
 
     def finish(self, done: Done) -> Report:
         step, loss = done.leader.step, done.leader.loss
+        self._tell_of_servers()
         if math.isnan(loss):  # it came after the last step, and whoever took it is gone
             loss = self.losses.get(step, math.nan)
         self._use_reserve()  # a report is worth it
         self.book.close_at(step, self.live.rates(), loss, durable=True)
         self.storage.sweep()  # what somebody began to save who did not live to finish it
-        weights = self.job.run.step(step) / MODEL
-        mark = fingerprint(weights)
+        mark = fingerprint_step(self.job.run.step(step))
         if done.leader.because == "stopped":
             self.state = "stopped"
             self.event(events.Stopped(step=step))
-            raise Interrupted(str(self.job.run.root), step)
+            raise self._stopped_at(step)
         self.state = "finished"
         scores = next((s for at, s in reversed(self.history) if at == step), {})
         seconds = time.time() - self.started
@@ -325,6 +386,7 @@ class Bookkeeping:
             because=done.leader.because,
             loss=loss,
             scores=scores,
+            best_step=self._best_of(self.storage.steps()),
             fingerprint=mark,
             workers=self.progress.workers,
             recoveries=self.incidents,
@@ -333,6 +395,10 @@ class Bookkeeping:
             first_step_s=(self.speed.first_at or self.started) - self.started,
             peak_memory_bytes=done.peak_memory_bytes,
         )
+        if (stale := staleness_in_words(self.staleness.values())) is not None:
+            self.outputs.note(
+                f"staleness: {stale}. The weights depended on timing: another run has others"
+            )
         write_whole(self.job.run.report, msgspec.json.format(msgspec.json.encode(report)))
         self.event(
             events.Finished(
@@ -369,7 +435,7 @@ class Bookkeeping:
                 self._forget()
             return RequestError(cause.what)
         verdict = msgspec.structs.replace(self._verdict(cause), decided="give up")
-        text = verdict.page()
+        text = verdict.page(replay=self.job.replays)
         self.event(events.Failed(step=cause.step, verdict=text))
         with suppress(OSError):  # the disk may be what failed
             write_whole(self.job.run.verdict, msgspec.json.format(msgspec.json.encode(verdict)))
@@ -380,7 +446,12 @@ class Bookkeeping:
         self.storage.sweep()
         saved = max(self.storage.steps(), default=None)
         self.event(events.Stopped(step=saved or 0))
-        return Interrupted(str(self.job.run.root), saved)
+        return self._stopped_at(saved)
+
+    def _stopped_at(self, step: int | None) -> Interrupted:
+        run = self.job.run
+        again = "" if self.job.replays else run.how_to_resume()
+        return Interrupted(str(run.root), step, again)
 
     def _forget(self) -> None:
         self.state = "forgotten"
@@ -404,6 +475,8 @@ class Bookkeeping:
         if self.state != "forgotten":
             state = self.doing if self.state == "running" else self.state
             outlook = self.outlook() if self.state == "running" else {}
+            if (stale := staleness_in_words(self.staleness.values())) is not None:
+                outlook["staleness"] = stale
             write_status(
                 self.job.run,
                 state,
@@ -412,4 +485,6 @@ class Bookkeeping:
                 self.hosts,
                 self.links,
                 outlook,
+                self.loads.lately(),
+                added_up(self.staleness.values()),
             )

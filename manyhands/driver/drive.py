@@ -6,10 +6,11 @@ What the supervisor reports on the way is dealt with in bookkeeping.py.
 
 import shutil
 from collections.abc import Callable, Generator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 
 import msgspec
+from torch.utils.data import DataLoader
 
 from manyhands.accounting.ledger import Book, new_book, old_book
 from manyhands.accounting.ledger_lines import Opened, SampledEpochs, journal_of
@@ -17,6 +18,7 @@ from manyhands.accounting.phases import phases_of
 from manyhands.data.open_data import make_ready, open_task
 from manyhands.data.reading.records import Records
 from manyhands.data.reading.sampled_records import SampledRecords
+from manyhands.data.reading.stream_records import is_stream
 from manyhands.driver.bookkeeping import Bookkeeping
 from manyhands.driver.live.command_socket import CommandSocket
 from manyhands.driver.live.live_requests import LiveRequests
@@ -41,7 +43,6 @@ from manyhands.values.credentials import new_secret
 from manyhands.values.errors import Interrupted, RunDirError, RunFailed
 from manyhands.values.report import Report
 from manyhands.values.run_folder import RunDir, keep_free, locked, write_whole
-from manyhands.values.shell_commands import command_line
 from manyhands.values.verdict import Cause, explain
 from manyhands.values.work_in_hand import WorkInHand
 from manyhands.values.worker_orders import Orders, Parcel
@@ -56,14 +57,14 @@ def drive(job: ResolvedRun, launcher: Launcher, *, resume: int | None = None) ->
     job = with_pass_counted(job, resumes=resume is not None)
     records, held_out = open_task(job.loaded.task, job.config)
     check_criteria(job.config, job.loaded.task, held_out)
-    made = _planned(job, launcher, records)
+    made = _planned(job, launcher, records, resumed=resume is not None or job.replays)
     _refuse_if_finished(job, made, resume)
     start_from = None if resume else weights_file(job.config)
     reserve(job, launcher, made)
-    refuse_few_open_files(made.workers.value)
+    refuse_few_open_files(made.processes)
     # On several hosts workers fetch their own data.
     many = launcher.traits.many_hosts
-    here, fetch = (1, "nothing") if many else (made.workers.value, "all")
+    here, fetch = (1, "nothing") if many else (made.processes, "all")
     make_ready(records, held_out, workers=here, quiet=job.quiet, fetch=fetch)
     with _folder(job.run, new=resume is None):
         written = _write_down(job, launcher, made, (records, held_out), resume)
@@ -71,7 +72,7 @@ def drive(job: ResolvedRun, launcher: Launcher, *, resume: int | None = None) ->
         return _see_to_its_end(job, launcher, made, written, resume, start_from)
 
 
-def _planned(job: ResolvedRun, launcher: Launcher, records: Records) -> Plan:
+def _planned(job: ResolvedRun, launcher: Launcher, records: Records, *, resumed: bool) -> Plan:
     readers = job.config.data.readers
     return plan(
         job.config.train,
@@ -84,16 +85,32 @@ def _planned(job: ResolvedRun, launcher: Launcher, records: Records) -> Plan:
         paced=job.aim is not None,
         readers=None if readers == "auto" else readers,
         batch_loss=job.loaded.task.batch_loss is not None,
+        servers=job.config.servers,
+        resumed=resumed,
+        notes=job.plan_notes,
     )
 
 
 def _refuse_if_finished(job: ResolvedRun, made: Plan, resume: int | None) -> None:
+    """At its last step, a run whose last score failed, or whose driver died there, has no report
+    yet: it is scored, and then finished."""
+    if resume is not None and resume == made.steps.value and _reported(job.run) != resume:
+        return
     if resume is not None and resume >= made.steps.value:
-        longer = command_line("resume", job.run.root, "--set", "train.epochs=...")
+        longer = job.run.how_to_resume("train.epochs=...")
         raise RunDirError(
             f"{job.run.root} is finished (step {resume} of {made.steps.value}). To train longer: "
             f"{longer} (or train.steps=...)"
         )
+
+
+def _reported(run: RunDir) -> int | None:
+    """The step of its report, if it has one."""
+    if not run.report.exists():
+        return None
+    with suppress(OSError, ValueError, msgspec.MsgspecError):
+        return msgspec.json.decode(run.report.read_bytes())["step"]
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,6 +264,7 @@ def _orders(
         secret=new_secret(),
         encrypt=made.encryption.value == "sealed",
         steps=made.steps.value,
+        stream=is_stream(job.loaded.task.data) and job.config.data.readers != 0,
         start_from=start_from,
         debug=job.debug,
         replays=job.replays,
@@ -277,10 +295,15 @@ def _situation(
     job: ResolvedRun, launcher: Launcher, books: Bookkeeping, made: Plan, resume: int | None
 ) -> Situation:
     """What the supervisor knows before anything has happened."""
-    recovery = job.config.recovery
+    recovery, task = job.config.recovery, job.loaded.task
+    given_loader = isinstance(task.data, DataLoader)
     scored, enough = books.last_score()
     return Situation(
         wanted=made.workers.value,
+        servers=made.servers.value if made.servers else 0,
+        merges=job.config.servers is not None and job.config.servers.merges,
+        samples=task.sampler is not None or given_loader,
+        streams=is_stream(task.data) or given_loader,
         least=job.workers[0] if isinstance(job.workers, tuple) else 1,
         replaceable=launcher.traits.replaceable,
         private=made.collective.value in PRIVATE,
@@ -295,7 +318,7 @@ def _situation(
             starting_s=recovery.starting_s,
             losses=recovery.losses,
         ),
-        rebalance=recovery.rebalance,
+        rebalance=recovery.rebalance and not (job.config.servers and job.config.servers.merges),
         unlike=job.config.train.unlike,
         scored=scored,
         enough=enough,

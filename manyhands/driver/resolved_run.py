@@ -24,15 +24,16 @@ from manyhands.driver.task_files import (
 from manyhands.launch.engines.launcher import Launcher
 from manyhands.planning.pace.deadline import Aim, read_aim
 from manyhands.planning.planner import read_workers
-from manyhands.training.state.memory import MOST_RANKS
 from manyhands.values import events
 from manyhands.values.config import RunConfig, from_dict, read_toml
 from manyhands.values.errors import ConfigError
 from manyhands.values.loaded_task import Loaded
 from manyhands.values.local_folders import local_folder
+from manyhands.values.machine import MOST_RANKS
 from manyhands.values.planned_faults import FaultPlan
 from manyhands.values.run_folder import RunDir, new_run_path
 from manyhands.values.run_options import Pace, ResumeRequest, RunRequest
+from manyhands.values.server_config import sync_settings
 
 OnStep = Callable[[events.Stepped], object]
 OnEvaluate = Callable[[events.Evaluated], object]
@@ -82,6 +83,9 @@ class ResolvedRun:
     debug: tuple[int, int] | None = None
     """Stop in a debugger at this micro-batch: (step, index)."""
     notes: Sequence[str] = ()
+    """Warnings."""
+    plan_notes: Sequence[str] = ()
+    """Where settings are from that nobody has written down."""
 
 
 def resolve(request: RunRequest, attached: Attached) -> ResolvedRun:
@@ -101,7 +105,7 @@ def resolve(request: RunRequest, attached: Attached) -> ResolvedRun:
         else new_run_path(Path("runs"), name_of(loaded))
     )
     resolved = _resolved(request, attached, RunDir(to), loaded, config, loader)
-    return replace(resolved, notes=[*resolved.notes, *loader.notes(resolved.config)])
+    return replace(resolved, plan_notes=loader.notes(resolved.config))
 
 
 def _with_batch(config: Mapping[str, Any], batch: int | None) -> Mapping[str, Any]:
@@ -158,10 +162,11 @@ def _resolved(
     if loader is not None and loader.readers is not None and config.data.readers == "auto":
         first.append(f"data.readers={loader.readers}")
     workers, aim = _how_many(request, request.asked)
+    sync = sync_settings(request.sync) if request.sync is not None else []
     return ResolvedRun(
         run=run,
         loaded=loaded,
-        config=config.with_settings([*first, *request.settings]),
+        config=config.with_settings([*first, *sync, *request.settings]),
         workers=workers,
         aim=aim,
         on_step=attached.on_step,

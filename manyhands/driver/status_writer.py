@@ -11,6 +11,7 @@ import msgspec
 
 from manyhands.monitor.terminal import Progress
 from manyhands.values.run_folder import RunDir, write_whole
+from manyhands.values.server_load import ServerStatus
 from manyhands.values.worker_status import HostStatus, Link, WorkerStatus
 
 
@@ -22,6 +23,8 @@ def write_status(
     hosts: Sequence[HostStatus],
     links: Sequence[Link],
     outlook: Mapping[str, str],
+    servers: Sequence[ServerStatus],
+    staleness: Sequence[int],
 ) -> None:
     """A disk that is full does not stop a run for the sake of its status."""
     status = {
@@ -37,6 +40,8 @@ def write_status(
         "workers": workers,
         "hosts": hosts,
         "links": links,
+        "servers": servers,
+        "staleness_counts": staleness,
     }
     with suppress(OSError):
         encoded = msgspec.json.format(msgspec.json.encode(status))

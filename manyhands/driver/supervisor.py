@@ -8,19 +8,21 @@ from itertools import accumulate
 import msgspec
 import zmq
 
-from manyhands.accounting.deal_micro_batches import deal
 from manyhands.driver.bookkeeping import Bookkeeping
 from manyhands.driver.live.live_requests import LiveRequests
 from manyhands.driver.run_file_server import FileServer
 from manyhands.driver.supervise import decisions
+from manyhands.driver.supervise.actuator import Actuator
 from manyhands.driver.supervise.audit import Audit
 from manyhands.driver.supervise.host_links import HostLinks
-from manyhands.driver.supervise.host_roster import with_ranks
+from manyhands.driver.supervise.host_roster import with_ranks, worker_statuses
 from manyhands.driver.supervise.liveness import Liveness
-from manyhands.driver.supervise.membership import decide, redealt, suspicious
+from manyhands.driver.supervise.membership import decide, suspicious
+from manyhands.driver.supervise.open_rounds import MOST_ROUNDS, OpenRounds
 from manyhands.driver.supervise.plausible import objection, odd_work
 from manyhands.driver.supervise.run_outcome import Done, Incident
 from manyhands.driver.supervise.save_timer import SaveTimer
+from manyhands.driver.supervise.servers import hands_in_words
 from manyhands.driver.supervise.unlike_hosts import UnlikeHosts, first_host
 from manyhands.driver.supervise.worker_states import Situation, WorkerState
 from manyhands.launch.engines.fork_agent import WorkerStarted
@@ -38,17 +40,16 @@ from manyhands.values.kernels import distinct
 from manyhands.values.messages import (
     Beat,
     Begun,
-    Break,
     Drew,
-    FromSupervisor,
     FromWorker,
-    Halt,
     Hello,
     Leaving,
     Left,
     Measured,
+    Merged,
     Notice,
     Passed,
+    Read,
     ReadFile,
     Ready,
     Reply,
@@ -58,16 +59,12 @@ from manyhands.values.messages import (
     StoreFile,
     Testimony,
     Trouble,
-    View,
     Written,
 )
 from manyhands.values.verdict import Cause
 from manyhands.values.work_in_hand import WorkInHand
-from manyhands.values.worker_status import WorkerStatus
 
 POLL_MS = 100
-MOST_ROUNDS = 16
-"""A worker waits for each; so there is one, and those that others do not finish."""
 
 
 class Supervisor:
@@ -86,21 +83,19 @@ class Supervisor:
     ) -> None:
         """`start(worker)` starts one, and says where."""
         self.launcher, self.channel, self.books, self.files = launcher, channel, books, files
-        self.now, self.requests, self.start = situation, requests, start
-        self.records_of = records_of
+        self.now, self.requests, self.records_of = situation, requests, records_of
         self.liveness, self.audit = Liveness(), Audit(situation, books.event)
+        self.actuator = Actuator(
+            launcher, channel, situation, self.liveness, books.event, start, first_worker
+        )
         self.links = HostLinks(situation, books.event)
         self.unlike = UnlikeHosts(situation, books.event)
         self.save_timer = SaveTimer(lambda: books.live.config.checkpoint.by_clock_s)
-        self.next_worker = first_worker
-        self.parts: dict[str, dict[int, RoundPart]] = {}
+        self.rounds = OpenRounds()
         self.saving: dict[tuple[int, int], dict[int, Written]] = {}
         """(step, generation) → what its members have written of it so far."""
-        self.views: dict[int, tuple[int, ...]] = {}
-        """Generation → its members, by rank."""
         self.reached = 0
         """How many steps survivors of a loss had done."""
-        self.incident: tuple[Cause, str, float] | None = None
         self.announced: set[tuple[int, int | None]] = set()
         self.poller = zmq.Poller()
         self.poller.register(channel.socket, zmq.POLLIN)
@@ -121,6 +116,7 @@ class Supervisor:
                 self._see(sign)
             hosts = self.launcher.hosts.look()
             self._make_room(hosts.capacity)
+            self.now.hosts = hosts.count
             for worker in self.now.workers.values():
                 worker.host_silent_s = hosts.silent_s.get(worker.at, 0.0)
             self.requests.listen()
@@ -133,10 +129,13 @@ class Supervisor:
                     return Done(decision.leader, sum(m.peak_memory_bytes for m in lefts))
                 if isinstance(decision, decisions.GiveUp):
                     return self._with_records(decision.cause)
-                self._do(decision)
+                self.actuator.carry_out(decision)
+                if isinstance(decision, decisions.IssueView):  # what was said before is over
+                    self.audit.begin()
+                    self.rounds.clear()
             if self.now.running and self.save_timer.due():
                 self.now.halts += 1
-                self._tell_members(SaveNow(number=self.now.halts))
+                self.actuator.tell_members(SaveNow(number=self.now.halts))
             self.requests.answer()
             if time.monotonic() - reported > 0.5:
                 reported = time.monotonic()
@@ -150,91 +149,11 @@ class Supervisor:
         records = self.records_of(WorkInHand(kind, cause.step, cause.micro_batch))
         return msgspec.structs.replace(cause, records=tuple(records))
 
-    # ---- doing what was decided
-
-    def _do(self, decision: decisions.Decision) -> None:
-        match decision:
-            case decisions.StartWorkers(count=count):
-                for _ in range(count):
-                    self._start()
-            case decisions.Fence(worker=worker, because=because, stuck=stuck):
-                fenced = self.now.workers[worker]
-                fenced.fenced, fenced.stuck = because, stuck
-                self.launcher.kill(worker)
-            case decisions.DropHost(at=at, because=because):
-                self.launcher.hosts.drop(at, because)
-                self.now.capacity = self.launcher.hosts.look().capacity
-                for worker in self.now.workers.values():
-                    if worker.at == at and worker.alive:
-                        worker.fenced = because
-            case decisions.BreakView(because=because, cause=cause):
-                self._break(because, cause)
-            case decisions.HaltView(because=because, speeds=speeds):
-                self.now.redealt = redealt(self.now) if speeds else self.now.redealt
-                self.now.halted, self.now.running, self.now.better = because, False, speeds
-                self.now.halts += 1
-                self._tell_members(Halt(number=self.now.halts))
-            case decisions.IssueView(view=view):
-                self._issue(view)
-            case _:
-                raise AssertionError(decision)
-
     def _make_room(self, capacity: int | None) -> None:
         """What failed on the hosts that are here may succeed on one that comes."""
         if capacity is not None and capacity > (self.now.capacity or 0):
             self.now.failed_starts = 0
         self.now.capacity = capacity
-
-    def _start(self) -> None:
-        number = self.next_worker
-        self.next_worker += 1
-        self.now.workers[number] = WorkerState(number)
-        self.liveness.start(number)
-        berth, worker = self.start(number), self.now.workers[number]
-        worker.at, worker.at_name = berth.at, berth.name
-
-    def _break(self, because: str, cause: Cause | None) -> None:
-        self.now.broken, self.now.running = because, False
-        self.now.losses += 1
-        if cause is not None:
-            if self.incident is None:  # losses during a recovery are symptoms of the same day
-                self.incident = cause, because, time.monotonic()
-            self.books.event(
-                events.Lost(
-                    rank=cause.rank or 0,
-                    worker=cause.worker,
-                    pid=cause.pid,
-                    step=cause.step,
-                    what=cause.what,
-                    noticed_by=cause.noticed_by,
-                    ranks=list(cause.ranks),
-                )
-            )
-        if self.now.view is not None:
-            self._tell_members(Break(generation=self.now.view.generation))
-
-    def _tell_members(self, message: FromSupervisor) -> None:
-        for worker in self.now.members():
-            if worker.alive:
-                self.channel.send(worker.number, message)
-
-    def _issue(self, view: View) -> None:
-        now = self.now
-        chosen = {m.worker for m in view.members}
-        among = msgspec.structs.replace(view, secret=now.secret)
-        for worker in now.workers.values():
-            if worker.alive and worker.phase in ("ready", "waiting"):
-                inside = worker.number in chosen
-                self.channel.send(worker.number, among if inside else view)
-                self.liveness.enter(worker, "in" if inside else "left")
-                worker.broken, worker.lost = False, frozenset()
-        now.view = view
-        self.views[view.generation] = tuple(m.worker for m in view.members)
-        now.broken = now.halted = now.audit = None
-        now.better = ()
-        now.running = False
-        self.audit.begin()
-        self.parts.clear()
 
     # ---- what launchers say
 
@@ -295,14 +214,28 @@ class Supervisor:
             self.channel.router.refuse()
             return
         # These may be read after its end was seen.
-        last_words = Begun | Beat | Scored | Trouble | Notice | Passed | Drew | Left | Written
+        last_words = (
+            Begun
+            | Beat
+            | Scored
+            | Trouble
+            | Notice
+            | Passed
+            | Merged
+            | Drew
+            | Read
+            | Left
+            | Written
+        )
         if worker.phase == "gone" and not isinstance(message, last_words):
             return
         self.liveness.heard(worker.number)
-        always = Hello | Trouble | Written | StoreFile | ReadFile | Notice | Leaving | Beat | Drew
+        always = (
+            Hello | Trouble | Written | StoreFile | ReadFile | Notice | Leaving | Beat | Drew | Read
+        )
         if message.generation < generation and not isinstance(message, always):
             return  # of a view that is over, or sent before there was one
-        why = objection(now, worker, message, steps=self._steps, views=self.views)
+        why = objection(now, worker, message, steps=self._steps, views=self.actuator.views)
         if why is not None:
             self._blame(worker.number, why)
             return
@@ -312,6 +245,7 @@ class Supervisor:
                 worker.kernels = message.kernels
                 worker.peer_address = message.peer_address
                 worker.cache, worker.shards = message.cache, message.shards
+                worker.most_servers = message.most_servers
                 self.liveness.enter(worker, "waiting")
                 now.failed_starts = 0
             case Begun():
@@ -343,7 +277,7 @@ class Supervisor:
                 heard = self.books.heard(step, scores) if message.heard else None
                 if heard is not None:
                     now.journal.setdefault(step, {}).setdefault(HEARD_SCORE, heard)
-                self._tell_members(Reply(round=round, stop=now.enough, heard=heard))
+                self.actuator.tell_members(Reply(round=round, stop=now.enough, heard=heard))
             case Written():
                 self._written(message)
             case StoreFile() | ReadFile():
@@ -353,13 +287,17 @@ class Supervisor:
                 now.troubles.append(message)
             case Testimony():
                 if (answer := self.audit.hear(message)) is not None:
-                    self._tell_members(answer)
+                    self.actuator.tell_members(answer)
             case Notice(text=text):
                 self.books.event(events.Warned(text=text))
             case Passed(step=step, why=why):
                 self.books.skipped(step, why)
+            case Merged():
+                self.books.merged(message)
             case Drew(step=step, digest=digest):
                 self.books.drew(worker.number, step, digest)
+            case Read(step=step, digest=digest):
+                self.books.read(worker.number, step, digest)
             case Left():
                 worker.left = message
                 now.step = max(now.step, message.step)
@@ -390,15 +328,15 @@ class Supervisor:
             self.books.changed(message.step, view.changes)
             now.journal.setdefault(message.step, {}).update(view.changes)
             now.changes = {k: v for k, v in now.changes.items() if view.changes.get(k) != v}
-            self._tell_members(Reply(round=f"go-{view.generation}"))
-        if self.incident is not None:
-            cause, decided, noticed = self.incident
-            self.incident = None
+            self.actuator.tell_members(Reply(round=f"go-{view.generation}"))
+        if self.actuator.incident is not None:
+            cause, decided, noticed = self.actuator.incident
+            self.actuator.incident = None
             reached = max(cause.step, self.reached)
             self.books.recovered(
                 Incident(
                     msgspec.structs.replace(cause, step=reached),
-                    f"{decided}; {_count(len(view.members), 'worker')} went on",
+                    f"{decided}; {hands_in_words(view)} went on",
                     time.monotonic() - noticed,
                     message.step,
                     now.micro_batches if message.step <= reached else 0,
@@ -417,7 +355,7 @@ class Supervisor:
         worker.samples_per_s = beat.samples_per_s
         if beat.step > now.step:
             now.step, now.losses = beat.step, 0
-        for trouble in suspicious(now, now.step):
+        for trouble in suspicious(now, now.step) if not now.merges else ():
             if (trouble.step, trouble.micro_batch) not in self.announced:
                 self.announced.add((trouble.step, trouble.micro_batch))
                 self._announce(trouble)
@@ -436,15 +374,11 @@ class Supervisor:
         rank = view.rank_of(part.worker) if view is not None else None
         if view is None or rank is None:
             return
-        if sum(rank in parts for parts in self.parts.values()) >= MOST_ROUNDS:
+        if self.rounds.of(rank) >= MOST_ROUNDS:
             self._blame(part.worker, f"it takes part in more than {MOST_ROUNDS} rounds at a time")
             return
-        parts = self.parts.setdefault(part.round, {})
-        parts[rank] = part
-        if len(parts) < len(view.members):
+        if (payloads := self.rounds.add(part, rank, len(view.members))) is None:
             return
-        payloads = [parts[rank].payload for rank in range(len(parts))]
-        del self.parts[part.round]
         for member in view.members:
             if part.to_all or member.rank == 0:
                 self.channel.send(member.worker, Reply(round=part.round, parts=payloads))
@@ -454,7 +388,7 @@ class Supervisor:
         key = (message.step, message.attempt)
         written = self.saving.setdefault(key, {})
         written[message.worker] = message
-        if written.keys() == set(self.views[message.attempt]):
+        if written.keys() == set(self.actuator.views[message.attempt]):
             del self.saving[key]
             files = [f for w in written.values() for f in w.files]
             blocked_s = max(w.blocked_s for w in written.values())
@@ -468,29 +402,12 @@ class Supervisor:
         view = self.now.view
         if view is None:
             return
-        dealt = deal(self.now.micro_batches, tuple(view.speeds))
         self.links.look()
         resting = self.now.paused and not self.now.running
         doing = "paused" if resting else "running"
         self.books.status(
-            [
-                WorkerStatus(
-                    m.rank,
-                    m.worker,
-                    m.pid,
-                    worker.at_name or m.host,
-                    worker.step,
-                    worker.samples_per_s,
-                    len(dealt[m.rank]),
-                )
-                for m, worker in zip(view.members, self.now.members(), strict=True)
-                if worker.phase != "gone"
-            ],
+            worker_statuses(self.now, view),
             with_ranks(self.launcher.hosts.roster(), self.now),
             self.links.present(),
             doing,
         )
-
-
-def _count(n: int, thing: str) -> str:
-    return f"{n} {thing}{'s' * (n != 1)}"

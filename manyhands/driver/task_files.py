@@ -92,16 +92,16 @@ def reload(
     """A run's task again, and what is different about it now. `config` says where its data is;
     without it, the data is not looked at, and need not be there."""
     try:
-        note = msgspec.json.decode((run.task / "task.json").read_bytes(), type=TaskNote)
+        note = msgspec.json.decode(run.task_note.read_bytes(), type=TaskNote)
     except (OSError, msgspec.MsgspecError) as error:
-        raise RunDirError(f"{run.task / 'task.json'} cannot be read: {error}") from error
+        raise RunDirError(f"{run.task_note} cannot be read: {error}") from error
     notes: list[str] = []
     if task is not None:
         loaded = Loaded(task, None, None, None, params=read_params(run.config))
     elif note.source is None:
         raise RunDirError(
             f"the task of {run.root} was made in Python, so only Python can make it again: "
-            f"mh.resume({str(run.root)!r}, task)"
+            f"mh.resume({str(run.root)!r}, task). mh.evaluate, mh.predict and mh.load take it too."
         )
     else:
         source = Path(note.source)
@@ -134,7 +134,7 @@ def describe_run(run: RunDir, loaded: Loaded, config: RunConfig, records: Record
     note = TaskNote(
         str(source) if source else None, loaded.sha256, sampled_digest(records), _versions()
     )
-    write_whole(run.task / "task.json", msgspec.json.format(msgspec.json.encode(note)))
+    write_whole(run.task_note, msgspec.json.format(msgspec.json.encode(note)))
     if source is not None:
         write_whole(run.task / source.name, loaded.text)
     if loaded.warned:

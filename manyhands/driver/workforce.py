@@ -9,9 +9,8 @@ from manyhands.driver.supervise.speed_control import SpeedControl
 from manyhands.driver.supervise.worker_states import Situation
 from manyhands.launch.engines.launcher import Launcher
 from manyhands.planning.planner import Plan
-from manyhands.training.state.memory import MOST_RANKS
 from manyhands.values.events import EventSink
-from manyhands.values.machine import usable_cores
+from manyhands.values.machine import MOST_RANKS, usable_cores
 
 
 def reserve(job: ResolvedRun, launcher: Launcher, made: Plan) -> None:
@@ -20,7 +19,9 @@ def reserve(job: ResolvedRun, launcher: Launcher, made: Plan) -> None:
     least, most = job.workers if isinstance(job.workers, tuple) else (planned, planned)
     if job.aim is not None:  # more are asked for when they are needed
         most = least
-    launcher.hosts.reserve(least, min(most, made.micro_batches.value), job.config.train.threads)
+    servers = made.processes - planned
+    most = min(most, made.micro_batches.value) + servers
+    launcher.hosts.reserve(least + servers, most, job.config.train.threads)
 
 
 def most_workers(job: ResolvedRun, launcher: Launcher, made: Plan) -> int:
@@ -36,10 +37,13 @@ def room_for(job: ResolvedRun, launcher: Launcher, made: Plan) -> Callable[[], i
     least, most = wish[0], min(wish[1], most_workers(job, launcher, made))
 
     def room() -> int:
-        slots = launcher.hosts.look().capacity
-        if slots is None:
-            slots = usable_cores() // job.config.train.threads
-        return max(least, min(slots, most, made.micro_batches.value))
+        hosts = launcher.hosts.look()
+        if hosts.capacity is None:
+            return max(least, min(usable_cores() // job.config.train.threads, most))
+        servers = made.processes - made.workers.value
+        if job.config.servers is not None and job.config.servers.merges:
+            servers = max(servers, hosts.count)  # one on each
+        return max(least, min(hosts.capacity - servers, most))
 
     return room
 

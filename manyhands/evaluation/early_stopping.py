@@ -30,6 +30,13 @@ def criterion(text: str) -> Criterion:
     return Criterion(name, direction == "min" or (name == "loss" and direction != "max"))
 
 
+def see_that_it_was_scored(scores: Mapping[str, float], setting: str, by: str | None) -> None:
+    """A score that decides something is there. What some scores are called (those of a function
+    that gives several) is known when they were computed, and not before."""
+    if by is not None and criterion(by).score not in scores:
+        raise ConfigError(f"{setting} = {by}: the task's scores are {', '.join(scores)}.")
+
+
 def best_step(history: Sequence[tuple[int, Mapping[str, float]]], by: str) -> int | None:
     """The step with the best score; the earlier one when equal; None without history."""
     if not history:

@@ -8,10 +8,11 @@ from typing import Any
 
 import msgspec
 
+from manyhands.accounting import ledger, ledger_lines
 from manyhands.monitor.run_status import status
 from manyhands.monitor.terminal import duration
 from manyhands.values.config import EFFECTS, SECTIONS, RunConfig, read_toml
-from manyhands.values.errors import ConfigError
+from manyhands.values.errors import ConfigError, RunDirError
 from manyhands.values.events import Evaluated, numbers_of, read_events
 from manyhands.values.run_folder import RunDir
 from manyhands.values.task_params import read_params
@@ -46,13 +47,15 @@ def look_at(run: RunDir) -> ComparedRun:
     result |= {f"held-out {name}": f"{value:.6g}" for name, value in scores.items()}
     if "fingerprint" in now:
         result["fingerprint"] = f"{now['fingerprint'][:16]}…"
+    if by_timing := _taken_by_timing(run):
+        result["weights"] = f"depended on timing in {by_timing} steps"
     params, config, task = dict[str, str](), dict[str, str](), dict[str, str]()
     with suppress(OSError, ValueError, ConfigError):
         params = {name: written_value(value) for name, value in read_params(run.config).items()}
         found, file = read_toml(run.config)
         config = _settings(found)
         task = {"task": file or "made in Python"}
-    note = _json(run.task / "task.json")
+    note = _json(run.task_note)
     task |= {
         "task's text": str(note.get("sha256", ""))[:12],
         "data": str(note.get("data", ""))[:12],
@@ -82,6 +85,15 @@ def _settings(config: RunConfig) -> dict[str, str]:
         value = getattr(getattr(config, name) or SECTIONS[name](), key)
         found[path] = "-" if value is None else written_value(value)
     return found
+
+
+def _taken_by_timing(run: RunDir) -> int:
+    """How many of its steps no other run would take alike: workers were at different steps. The
+    ledger knows; the config is only how it goes on."""
+    with suppress(OSError, RunDirError):
+        lines = ledger_lines.surviving(ledger.read(run.ledger))
+        return sum(line.stop - line.first for line in lines if line.computed is not None)
+    return 0
 
 
 def _last_scores(run: RunDir) -> dict[str, float]:

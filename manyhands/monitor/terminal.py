@@ -40,6 +40,7 @@ class Progress:
     samples_per_s: float = 0.0
     batch: int = 1
     workers: int = 0
+    servers: int = 0
 
     @property
     def eta_s(self) -> float:
@@ -49,6 +50,8 @@ class Progress:
 
     def line(self) -> str:
         hands = f"{self.workers} worker" + "s" * (self.workers != 1)
+        if self.servers:
+            hands += f", {self.servers} server" + "s" * (self.servers != 1)
         return (
             f"step {self.step}/{self.total_steps}  epoch {self.epoch:.2f}  "
             f"loss {self.loss:.4f}  {_thousands(self.samples_per_s)} samples/s  "
@@ -142,7 +145,10 @@ def describe(event: AnyEvent) -> str | None:
     """An event as a line, if people want to see it."""
     match event:
         case Viewed():
-            hands = ", ".join(f"rank {r} is process {pid}" for r, pid in event.members.items())
+            hands = ", ".join(
+                f"rank {rank} {'serves as' if rank in event.servers else 'is'} process {pid}"
+                for rank, pid in event.members.items()
+            )
             return (
                 f"view {event.generation}, from step {event.first_step} ({event.because}): {hands}"
             )
@@ -167,8 +173,10 @@ def describe(event: AnyEvent) -> str | None:
             return f"step {event.step}: audit of micro-batch {event.micro_batch}: {event.text}"
         case Scaled(because=because) if because:
             return f"step {event.step}: {event.before} → {event.workers} workers: {because}"
-        case Scaled():
-            return f"step {event.step}: from {event.before} to {event.workers} workers, as asked"
+        case Scaled(servers=servers):
+            also = "" if servers is None else f", {servers} servers"
+            hands = f"from {event.before} to {event.workers} workers{also}"
+            return f"step {event.step}: {hands}, as asked"
         case Skipped():
             return f"step {event.step}: skipped: {event.why}"
         case Changed():
@@ -188,6 +196,7 @@ def summary(report: Report) -> str:
         "steps": f"{report.step} ({report.epochs:.2f} epochs; {report.because})",
         "loss": f"{report.loss:.4f}",
         **{f"held-out {name}": f"{value:.4f}" for name, value in report.scores.items()},
+        **({} if report.best_step is None else {"best step": str(report.best_step)}),
         "workers": str(report.workers)
         + f" (losses survived: {report.recoveries})" * bool(report.recoveries),
         "speed": f"{_thousands(report.samples_per_s)} samples/s",

@@ -4,6 +4,7 @@
 Pure. Every choice carries its reason; what cannot work is refused with what would.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -12,7 +13,8 @@ from manyhands.accounting.deal_micro_batches import cut_sizes, steps_per_epoch
 from manyhands.accounting.phases import Phases
 from manyhands.values.config import TrainConfig
 from manyhands.values.errors import ConfigError
-from manyhands.values.machine import Machine
+from manyhands.values.machine import MOST_RANKS, Machine
+from manyhands.values.server_config import ServerConfig
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -35,10 +37,20 @@ class Plan(msgspec.Struct, frozen=True):
     phases: Choice | None = None
     readers: Choice | None = None
     """None: not known before fetching was measured."""
+    servers: Choice | None = None
+    """None: there are none."""
+    notes: list[str] = []
+    """What settings have from the data they are for."""
+
+    @property
+    def processes(self) -> int:
+        """Workers and servers together."""
+        return self.workers.value + (self.servers.value if self.servers else 0)
 
     def lines(self) -> list[str]:
         named = (
             ("workers", self.workers),
+            ("servers", self.servers),
             ("collective", self.collective),
             ("encryption", self.encryption),
             ("steps", self.steps),
@@ -46,7 +58,7 @@ class Plan(msgspec.Struct, frozen=True):
             ("optimizers", self.phases),
             ("readers", self.readers),
         )
-        return [f"{name}: {choice}" for name, choice in named if choice is not None]
+        return [*(f"{name}: {choice}" for name, choice in named if choice is not None), *self.notes]
 
 
 def plan(
@@ -61,12 +73,18 @@ def plan(
     paced: bool = False,
     readers: int | None = None,
     batch_loss: bool = False,
+    servers: ServerConfig | None = None,
+    resumed: bool = False,
+    notes: Sequence[str] = (),
 ) -> Plan:
     """`workers` is what was asked for, `most_workers` what the engine can start; `paced`: a wished
-    speed will decide, so it begins with the fewest; `batch_loss`: the task has one."""
+    speed will decide, so it begins with the fewest; `batch_loss`: the task has one; `resumed`: what
+    is part of the result can no longer be changed."""
     collective = _collective(train, many_hosts)
+    computing = _workers(train, machine, workers, most_workers, paced, resumed)
+    count = int(computing.value)
     return Plan(
-        workers=_workers(train, machine, workers, most_workers, paced),
+        workers=computing,
         collective=collective,
         encryption=_encryption(train, str(collective.value), many_hosts),
         steps=_steps(train, records, phases),
@@ -75,7 +93,50 @@ def plan(
         steps_per_epoch=_steps_per_epoch(records, train.batch, phases),
         phases=_phases(phases),
         readers=Choice(readers, "of each worker, as asked") if readers else None,
+        servers=_servers(servers, most_workers, many_hosts, count, str(collective.value))
+        if servers
+        else None,
+        notes=list(notes),
     )
+
+
+def _servers(
+    asked: ServerConfig, startable: int | None, many_hosts: bool, workers: int, collective: str
+) -> Choice:
+    if startable is not None:
+        raise ConfigError(
+            'train.sync = "server" needs processes beside the workers, and this engine starts '
+            f"{startable}. Leave out --engine, or use --sync allreduce."
+        )
+    if workers + asked.count > MOST_RANKS:
+        raise ConfigError(
+            f"{workers} workers and server.count = {asked.count}: together they are more than "
+            f"{MOST_RANKS}."
+        )
+    if asked.merges and many_hosts and collective != "sockets":
+        raise ConfigError(
+            f'server.mode = "{asked.mode}" needs hosts that speak over sockets of our own, and '
+            f'train.collective is "{collective}". Leave it out, or use server.mode = "sync".'
+        )
+    where = "beside the workers, on as many hosts as there are" if many_hosts else "on this host"
+    if asked.merges and many_hosts:
+        where = (
+            "the first process of every host serves, so there are at least as many as hosts, and a "
+            "host with room for one only keeps a copy; a push counts when every host has it"
+        )
+    return Choice(asked.count, f"as asked; {where}; {_when_applied(asked, workers)}")
+
+
+def _when_applied(asked: ServerConfig, workers: int) -> str:
+    k = asked.staleness or 0
+    if not asked.merges:
+        zero = " (a staleness of 0 is sync)" if asked.mode == "stale" else ""
+        return f"a step is taken when all of it is there{zero}"
+    told = "each worker computes whole steps; which weights come of it depends on timing"
+    if asked.mode == "async":
+        return f"{told}; nobody waits for the slowest"
+    idle = f", so that at most {k + 1} of {workers} compute at a time" if k + 1 < workers else ""
+    return f"{told}; a step begins when all but {k} before it have been applied{idle}"
 
 
 def _workers(
@@ -84,10 +145,13 @@ def _workers(
     wish: int | tuple[int, int] | None,
     startable: int | None,
     paced: bool,
+    resumed: bool,
 ) -> Choice:
     most = train.micro_batches
     if isinstance(wish, tuple):
         if startable is None and train.sync != "alone":
+            if wish[0] > most:
+                raise _too_many(train, wish[0], "at least ", resumed)
             return _between(train, machine, *wish, paced)
         if wish[0] > 1:
             raise ConfigError(f"this run can have one worker, not {wish[0]} to {wish[1]}.")
@@ -109,23 +173,27 @@ def _workers(
     if asked < 1:
         raise ConfigError(f"--workers must be at least 1, got {asked}.")
     if asked > most:
-        smaller = train.batch // asked
-        divisor = max((d for d in range(1, smaller + 1) if train.batch % d == 0), default=None)
-        cure = f"train.micro_batch to {divisor}" if divisor else "train.batch larger"
-        raise ConfigError(
-            f"{asked} workers, but a step has only {most} micro-batches (train.batch "
-            f"{train.batch} / train.micro_batch {train.micro_batch_size}), so some would have "
-            f"nothing to do. Use --workers {most}, or set {cure}."
-        )
+        raise _too_many(train, asked, "", resumed)
     return Choice(asked, "as asked")
+
+
+def _too_many(train: TrainConfig, asked: int, at_least: str, resumed: bool) -> ConfigError:
+    """Workers for whom there is no micro-batch. A run keeps its micro-batches for life."""
+    most, batch = train.micro_batches, train.batch
+    smaller = [size for size in range(1, batch // asked + 1) if batch % size == 0]
+    cure = (
+        f", or set train.micro_batch to {smaller[-1]}" if smaller else ", or a larger train.batch"
+    )
+    cure = ": a run keeps its micro-batches for life" if resumed else cure
+    return ConfigError(
+        f"{at_least}{asked} workers, but a step has only {most} micro-batch{'es' * (most != 1)} "
+        f"(train.batch {batch} / train.micro_batch {train.micro_batch_size}), so some would have "
+        f"nothing to do. Use --workers {most} at most{cure}."
+    )
 
 
 def _between(train: TrainConfig, machine: Machine, least: int, most: int, paced: bool) -> Choice:
     """As many as there is room for, to begin with."""
-    if least > train.micro_batches:
-        raise ConfigError(
-            f"at least {least} workers, but a step has only {train.micro_batches} micro-batches."
-        )
     if paced:
         return Choice(least, "to begin with; the wished speed decides")
     cores = max(1, machine.cores // train.threads)
@@ -213,12 +281,23 @@ def _steps(train: TrainConfig, records: int, phases: Phases | None) -> Choice:
 def _micro_batches(train: TrainConfig, records: int, batch_loss: bool) -> Choice:
     batch = min(records, train.batch)
     sizes = cut_sizes(batch, train.micro_batch_size)
-    eighth = train.batch == 8 * train.micro_batch_size
-    how = (
-        "an eighth of the batch"
-        if eighth
-        else "the nearest to an eighth of the batch that is whole"
-    )
-    how = "as asked" if train.micro_batch else how
-    sees = f"; batch_loss sees {batch} records" if batch_loss else ""
-    return Choice(len(sizes), f"of {train.micro_batch_size} records each, {how}{sees}")
+    sees = f"; batch_loss sees {_records(batch)}" if batch_loss else ""
+    if batch < train.batch:
+        most = train.micro_batch_size
+        each = f"of {'up to ' * (sizes[0] > sizes[-1])}{_records(sizes[0])}"
+        return Choice(len(sizes), f"{each}: the {batch} there are, {most} in each at most{sees}")
+    how = "as asked" if train.micro_batch else _PARTS[len(sizes)].format(batch)
+    return Choice(len(sizes), f"of {_records(sizes[0])} each, {how}{sees}")
+
+
+_PARTS = {
+    8: "an eighth of the batch",
+    4: "a quarter of the batch: {} has no whole eighth",
+    2: "half of the batch: {} has no whole quarter",
+    1: "the whole batch: {} cannot be halved",
+}
+"""By the number of micro-batches, where nobody has said how large they are."""
+
+
+def _records(count: int) -> str:
+    return f"{count} record{'s' * (count != 1)}"

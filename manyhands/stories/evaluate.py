@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.checkpoint.commit import FolderStorage
-from manyhands.checkpoint.safetensors_files import fingerprint as fingerprint_of
-from manyhands.checkpoint.step_files import no_average, weights_file
+from manyhands.checkpoint.step_files import fingerprint_step, no_average, weights_file
 from manyhands.data.open_data import open_task
 from manyhands.driver.task_files import reload
 from manyhands.evaluation import scores
@@ -85,7 +84,9 @@ def _on_others(
             "--like, in a folder that all of them see, and give that."
         )
     assert serving is not None
-    copy = encoded_copy(given, serving, scratch, on_error=request.on_error)
+    copy, notes = encoded_copy(given, serving, scratch, on_error=request.on_error)
+    for note in notes:
+        warnings.warn(note, stacklevel=LEVEL + 1)
     return own_records(copy, None, task, config, None).task
 
 
@@ -107,13 +108,15 @@ def _scored(
 
 
 def fingerprint(run: str | Path, *, step: int | None = None, weights: str = "trained") -> str:
-    """SHA-256 over names, shapes, dtypes and bytes of a saved step's weights and buffers.
+    """SHA-256 over names, shapes, dtypes and bytes of a saved step's weights and buffers (and over
+    ids and weights of the rows of its tables).
 
     `weights`: the trained ones, or an average of them that the run kept ("ema", "swa").
     """
     folder = open_run(Path(run))
     chosen = committed(folder, step)
-    return fingerprint_of(FolderStorage(folder).get(chosen, _kept(folder, chosen, weights)))
+    FolderStorage(folder).get(chosen, _kept(folder, chosen, weights))  # which must be sound
+    return fingerprint_step(folder.step(chosen), weights)
 
 
 def _kept(run: RunDir, step: int, weights: str) -> str:

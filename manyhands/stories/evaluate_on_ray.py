@@ -54,7 +54,8 @@ def _packed(loaded: Loaded, config: RunConfig, folder: Path) -> EvaluationParcel
         memory = Path(f"/proc/self/fd/{fd}").read_bytes()
     finally:
         os.close(fd)
-    files = (weights_file(config.scored_weights), STATE)
+    tables = [path.name for path in folder.glob("table-*.arrows")]
+    files = (weights_file(config.scored_weights), STATE, *tables)
     return EvaluationParcel(config, parcel, memory, {n: (folder / n).read_bytes() for n in files})
 
 

@@ -21,8 +21,10 @@ from manyhands.values.errors import RequestError
 from manyhands.values.run_folder import open_run
 
 
-def scale(run: Path, workers: int, wait_s: float) -> str:
-    return _said(run, Scale(workers), wait_s)
+def scale(run: Path, workers: int | None, wait_s: float, *, servers: int | None = None) -> str:
+    if workers is None and servers is None:
+        raise RequestError("how many? manyhands scale RUN 4, or manyhands scale RUN --servers 2")
+    return _said(run, Scale(workers, servers), wait_s)
 
 
 def change(run: Path, settings: list[str], wait_s: float) -> str:

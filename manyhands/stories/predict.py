@@ -15,8 +15,10 @@ from typing import Any, cast, get_args
 import msgspec
 import pyarrow as pa
 
+from manyhands.data.encoding.unseen_values import UnseenValues, merged
 from manyhands.data.mapreduce.ordered_tasks import in_order
 from manyhands.data.open_data import open_task
+from manyhands.data.preparing.lineage import notes_on_unseen
 from manyhands.data.preparing.recipe import choice, read_on_error
 from manyhands.data.reading.sampled_records import each_once
 from manyhands.data.serving.encode_records import RawWork
@@ -91,6 +93,7 @@ class _Tally:
     bad_count: int = 0
     absent: frozenset[str] | None = None
     """Columns that no record has had."""
+    unseen: dict[str, UnseenValues] = field(default_factory=dict[str, UnseenValues])
     results: list[scores.BatchResult] = field(default_factory=list[scores.BatchResult])
 
     def add(self, rows: PredictedRows) -> None:
@@ -100,6 +103,7 @@ class _Tally:
         if self.limit is not None and self.bad_count > self.limit:
             raise DataError(_too_many(self.bad, self.limit, self.bad_count))
         self.absent = rows.absent if self.absent is None else self.absent & rows.absent
+        self.unseen = merged([self.unseen, rows.unseen])
         for result in rows.results:
             self.results.append(msgspec.structs.replace(result, index=len(self.results)))
 
@@ -111,7 +115,7 @@ def predict_request(request: PredictRequest) -> Predictions:
     config, _ = read_toml(folder.config)
     if request.workers < 1 or (request.batch is not None and request.batch < 1):
         raise RequestError("--workers and --batch are at least 1.")
-    if request.workers == 1:
+    if not _on_ray(request) and request.workers == 1:
         score_portably(config, LEVEL + 1)  # before the task's own code has computed something
     loaded, notes = reload(folder, request.task, config, with_data=False)
     for note in notes:
@@ -121,16 +125,10 @@ def predict_request(request: PredictRequest) -> Predictions:
     sweep()
     with closing(Scratch("predict")) as scratch:
         given = _given(request.data)
+        work: Sequence[RawWork | RecordsWork]
         if given is not None and is_raw(given, serving):
             assert serving is not None
-            memory = parse_bytes(request.memory)
-            found = raw_files(given, request, serving, spool=scratch.path / "spool", memory=memory)
-            _refuse_own(to, found.files)
-            several = len(found.files) > 1
-            wishes = msgspec.structs.replace(
-                wishes, name_files=several, target_bytes=found.target_bytes
-            )
-            work: Sequence[RawWork | RecordsWork] = found.work
+            wishes, work = _of_files(given, request, to, serving, wishes, scratch.path / "spool")
         else:
             own = own_records(given, request.split, loaded.task, config, serving)
             if request.keep:
@@ -144,14 +142,14 @@ def predict_request(request: PredictRequest) -> Predictions:
         with (
             _writer(to) as out,
             prediction_bar(_sizes(work), quiet=request.quiet) as done,
-            closing(_rows(order, loaded, work, request.workers, scratch.path, done)) as rows,
+            closing(_rows(request, order, loaded, work, scratch.path, done)) as rows,
         ):
             for some in rows:
                 tally.add(some)
                 out.write(some.table, predicted=some.predicted)
         table = None if to is not None else cast(_InMemory, out).table()
-    for name in sorted(tally.absent or ()):
-        warnings.warn(f"no record has a '{name}': all are taken for missing", stacklevel=LEVEL)
+    for note in _notes(tally, serving if request.score else None):
+        warnings.warn(note, stacklevel=LEVEL)
     found_scores = None
     if request.score:
         found_scores = scores.combine(evaluation_of(loaded.task, config), tally.results)
@@ -159,13 +157,26 @@ def predict_request(request: PredictRequest) -> Predictions:
         path=to,
         records=tally.records,
         bad=tally.bad_count,
-        examples=[str(bad) for bad in tally.bad],
+        examples=[bad.told(first=0) for bad in tally.bad],
         scores=found_scores,
         made=table,
     )
 
 
 # ---- what was asked for
+
+
+def _on_ray(request: PredictRequest) -> bool:
+    from manyhands.launch.ray.ray_session import is_ray
+
+    if is_ray(request.engine):
+        return True
+    if request.engine != "local" or request.worker_resources or request.ray_token_file:
+        raise RequestError(
+            f"--engine {request.engine}: predict runs on local processes, or on ray, which "
+            "--worker-resources and --ray-token-file are for."
+        )
+    return False
 
 
 def _given(data: Any) -> Any:
@@ -210,6 +221,22 @@ def _wishes(request: PredictRequest, config: RunConfig, serving: Serving | None)
     )
 
 
+def _of_files(
+    given: Any,
+    request: PredictRequest,
+    to: Path | None,
+    serving: Serving,
+    wishes: Wishes,
+    spool: Path,
+) -> tuple[Wishes, Sequence[RawWork]]:
+    memory = parse_bytes(request.memory)
+    found = raw_files(given, request, serving, spool=spool, memory=memory)
+    _refuse_own(to, found.files)
+    several = len(found.files) > 1
+    wishes = msgspec.structs.replace(wishes, name_files=several, target_bytes=found.target_bytes)
+    return wishes, found.work
+
+
 def _of_own(
     own: OwnRecords, loaded: Loaded, config: RunConfig, wishes: Wishes
 ) -> tuple[Loaded, Wishes, list[RecordsWork]]:
@@ -224,12 +251,19 @@ def _of_own(
     return loaded, wishes, work
 
 
+def _notes(tally: _Tally, scored: Serving | None) -> list[str]:
+    """What is odd about the records; `scored`: with these encoders."""
+    absent = sorted(tally.absent or ())
+    found = [f"no record has a '{name}': all are taken for missing" for name in absent]
+    return found if scored is None else [*found, *notes_on_unseen(tally.unseen, scored.used)]
+
+
 def _sizes(work: Sequence[RawWork | RecordsWork]) -> list[int]:
     return [w.chunk.nbytes if isinstance(w, RawWork) else w.stop - w.start for w in work]
 
 
 def _too_many(bad: Sequence[Bad], limit: int, total: int) -> str:
-    told, _, _ = too_many(bad, limit, total).rpartition("\n")
+    told, _, _ = too_many(bad, limit, total, first=0).rpartition("\n")
     return f"{told}\nMend them, or have each listed in its row: --on-error list"
 
 
@@ -237,15 +271,23 @@ def _too_many(bad: Sequence[Bad], limit: int, total: int) -> str:
 
 
 def _rows(
+    request: PredictRequest,
     order: PredictionOrder,
     loaded: Loaded,
     work: Sequence[RawWork | RecordsWork],
-    workers: int,
     folder: Path,
     done: PartsDone,
 ) -> Generator[PredictedRows]:
-    """Of all parts; made here, or by processes."""
-    if workers == 1 or len(work) < 2:
+    """Of all parts; made here, by processes, or by Ray."""
+    if work and _on_ray(request):
+        from manyhands.stories.predict_on_ray import rows_on_ray
+
+        with closing(rows_on_ray(request, order, loaded, work, folder)) as parts:
+            for part in parts:
+                yield from part
+                done()
+        return
+    if request.workers == 1 or len(work) < 2:
         predictor = predictor_of(order, loaded.task)
         with computing(order.config, predictor.model):
             for part in work:
@@ -256,7 +298,8 @@ def _rows(
         return
     send(order, loaded, folder)
     calls = ((str(folder), number, part) for number, part in enumerate(work))
-    with closing(in_order(compute_part, calls, min(workers, len(work)), what="part")) as parts:
+    workers = min(request.workers, len(work))
+    with closing(in_order(compute_part, calls, workers, what="part")) as parts:
         for part in parts:
             yield from part_rows(part)
             done()

@@ -11,8 +11,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
+
 from manyhands.data.columns.schema import MANIFEST
+from manyhands.data.encoding.unseen_values import UnseenValues
 from manyhands.data.open_data import prepared_of
+from manyhands.data.preparing.lineage import notes_on_unseen
 from manyhands.data.preparing.pipeline import prepare, reading_options
 from manyhands.data.preparing.preparation import target_bytes
 from manyhands.data.reading.prepared_data import PreparedData
@@ -178,8 +182,9 @@ def _numbers_read(serving: Serving) -> dict[str, str]:
 
 def encoded_copy(
     given: Any, serving: Serving, scratch: Path, *, on_error: str, workers: int | None = None
-) -> PreparedData:
-    """Raw records, encoded as the run's were, in a folder of their own, to be scored."""
+) -> tuple[PreparedData, list[str]]:
+    """Raw records, encoded as the run's were, in a folder of their own, to be scored; and what is
+    to be said of them."""
     lend_encoders(serving, scratch / "encoders")
     request = PrepareRequest(
         given,
@@ -196,7 +201,9 @@ def encoded_copy(
             f"the records have no column '{serving.label}', which is the label: there is nothing "
             "to compare predictions with."
         )
-    return replace(serving.data, folder=scratch / "data", split="test", transfer=None)
+    copy = replace(serving.data, folder=scratch / "data", split="test", transfer=None)
+    unseen = msgspec.convert(made.lineage.get("unseen", {}), dict[str, UnseenValues])
+    return copy, notes_on_unseen(unseen, serving.used)
 
 
 def prepared_path(given: Any) -> str | None:

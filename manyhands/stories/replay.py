@@ -8,15 +8,19 @@ and the weights that were saved, to the last bit.
 """
 
 import shutil
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+import msgspec
 
 from manyhands.accounting import ledger, ledger_lines
 from manyhands.accounting.proof import check
 from manyhands.checkpoint.commit import FolderStorage, newest_good, problem_of, saved_steps
 from manyhands.checkpoint.safetensors_files import fingerprint
 from manyhands.checkpoint.step_files import MODEL, weights_files
+from manyhands.checkpoint.table_files import fingerprint_tables
 from manyhands.driver.drive import drive
 from manyhands.driver.resolved_run import ResolvedRun
 from manyhands.driver.task_files import reload
@@ -78,19 +82,14 @@ def replay(
     """
     folder = open_run(Path(run))
     last = step + 1 if to is None else to
-    if step < 0 or last <= step:
-        raise RequestError(f"steps {step} to {last}: nothing to replay.")
-    done = _steps_done(folder)
-    if last > done:
-        raise RequestError(
-            f"{folder.root} has done {done} steps; step {last - 1} is not among them."
-        )
+    _refuse_steps_not_done(folder, step, last)
     config, _ = read_toml(folder.config)
     if config.train.portable and debug is not None:
         fix_kernels()  # here, before the task's own code has computed something
     loaded, notes = reload(folder, task, config)
     nearest, passed_over = newest_good(FolderStorage(folder), at_most=step)
     first = nearest or 0
+    _refuse_what_depends_on_timing(folder, first, last)
     engine = Where(engine="local" if debug is None else "inline")
     losses: dict[int, float] = {}
     sweep()
@@ -109,18 +108,38 @@ def replay(
             notes=notes,
         )
         report = drive(job, hands, resume=first or None)
-        there, here = (
-            ledger_lines.computing_at(ledger.read(run.ledger), last) for run in (folder, again)
-        )
         found = Replayed(
             first,
             last,
             report.fingerprint,
             losses,
             passed_over=passed_over,
-            otherwise=otherwise(there, here),
+            otherwise=_otherwise(folder, again, last),
         )
         return _compare(folder, again, found)
+
+
+def _refuse_steps_not_done(run: RunDir, step: int, last: int) -> None:
+    if step < 0 or last <= step:
+        raise RequestError(f"steps {step} to {last}: nothing to replay.")
+    done = _steps_done(run)
+    if last > done:
+        raise RequestError(f"{run.root} has done {done} steps; step {last - 1} is not among them.")
+
+
+def _otherwise(then: RunDir, now: RunDir, last: int) -> str | None:
+    there, here = (ledger_lines.computing_at(ledger.read(run.ledger), last) for run in (then, now))
+    return otherwise(there, here)
+
+
+def _refuse_what_depends_on_timing(run: RunDir, first: int, last: int) -> None:
+    lines = ledger_lines.surviving(ledger.read(run.ledger))
+    if any(c.computed is not None and c.first < last and c.stop > first for c in lines):
+        raise RequestError(
+            f"steps {first} to {last} of {run.root} were computed by workers at different steps "
+            '(server.mode "stale" or "async"): what they read depended on timing, and cannot be '
+            "had again. `manyhands ledger RUN --check` proves that each was applied once."
+        )
 
 
 def replay_last_steps(run: Path, *, workers: int) -> Replayed:
@@ -149,9 +168,16 @@ def _copy(run: RunDir, scratch: Path, first: int) -> RunDir:
             shutil.copytree(source, target, dirs_exist_ok=True)
         else:
             shutil.copy(source, target)
-    shutil.copy(run.ledger, again.ledger)
+    _copy_ledger(run.ledger, again.ledger)
     shutil.copytree(run.step(first), again.step(first))
     return again
+
+
+def _copy_ledger(ledger_then: Path, ledger_now: Path) -> None:
+    """Without what a stream gave then: what it gives now is compared with that afterwards."""
+    entries = ledger.read(ledger_then)
+    kept = [e for e in entries if not isinstance(e, ledger_lines.StreamRead)]
+    ledger_now.write_bytes(b"".join(msgspec.json.encode(e) + b"\n" for e in kept))
 
 
 def _config(config: RunConfig, last: int, *, audit: bool) -> RunConfig:
@@ -179,6 +205,7 @@ def _compare(run: RunDir, again: RunDir, found: Replayed) -> Replayed:
         for epoch in sorted(drawn_then.keys() & drawn_now.keys())
         if drawn_then[epoch] != drawn_now[epoch]
     )
+    found.differences.extend(_other_records(run, again))
     then_saved = saved_steps(run) | set(FolderStorage(run).steps())
     common = then_saved & set(FolderStorage(again).steps())
     for step in sorted(s for s in common if s > found.first):
@@ -194,4 +221,17 @@ def _compare(run: RunDir, again: RunDir, found: Replayed) -> Replayed:
                 found.differences.append(
                     f"step {step}: the {what} were {before[:16]}…, now they are {now[:16]}…"
                 )
+        before, now = (fingerprint_tables(r.step(step)) for r in (run, again))
+        if before != now:
+            found.differences.append(f"step {step}: the rows of tables are other ones than then")
     return found
+
+
+def _other_records(run: RunDir, again: RunDir) -> Iterator[str]:
+    """Steps for which a stream gave something else than then."""
+    entries = ledger.read(run.ledger)
+    then, now = (ledger_lines.read_from(e) for e in (entries, ledger.read(again.ledger)))
+    for step in sorted(then.keys() & now.keys()):
+        if then[step] != now[step]:
+            which = ledger_lines.records_of(ledger_lines.opening(entries), step)
+            yield f"step {step}: the stream gave other {which} than then"

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a function was given that took it for something else: names and shapes, for its traceback.
+"""What a function was given that took it for something else: names, dtypes and shapes, for its
+traceback; or that it takes the model and the batch the other way round.
 
 The function is the user's (a loss, a predict), called by us: the outermost frame of their code. So
 whatever it is called with is found among its arguments, under the name that they gave it.
 """
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -13,11 +15,43 @@ from manyhands.values.printable_text import printable
 
 MOST_NAMES = 20
 
+TENSOR_WORDS = re.compile(
+    r"dtype|scalar type|types? \(|LongTensor|must be Tensor|not implemented for '|shape|\bsizes?\b|"
+    r"dimension|\bdim\b|\b\d-?D\b|channels|batch_size|elements not|out of (bounds|range)|"
+    r"num_classes|matrices",
+    re.IGNORECASE,
+)
+"""In what torch says of tensors that do not fit: these words, or some of them."""
+
+
+MODEL_NAMES = frozenset(("model", "net", "network", "module"))
+
+DEVICE_WORDS = re.compile(
+    r"not compiled with CUDA|no NVIDIA driver|No CUDA GPUs|re-initialize CUDA|initialize CUDA "
+    r"without|CUDA driver version is insufficient",
+    re.IGNORECASE,
+)
+"""In what torch says where it has no GPU, or a worker may not touch it yet."""
+
+
+def device_words(error: BaseException) -> str | None:
+    """A line for those who put things on a GPU that is not there."""
+    if not isinstance(error, RuntimeError | AssertionError):
+        return None
+    if DEVICE_WORDS.search(str(error)) is None:
+        return None
+    return (
+        '  Workers put the model and each batch on train.device ("cpu", unless it says "cuda") '
+        'themselves: leave out .cuda(), .to("cuda") and device="cuda".'
+    )
+
 
 def batch_words(frame: FrameType | None, error: BaseException) -> str | None:
     """A line about the argument of `frame` that `error` is about, if it is about any."""
     if frame is None:
         return None
+    if (swapped := _swapped(frame, error)) is not None:
+        return printable(swapped, 2000)
     code = frame.f_code
     for name in code.co_varnames[: code.co_argcount]:
         given = frame.f_locals.get(name)
@@ -33,19 +67,74 @@ def first_frame(trace: TracebackType | None, is_library: Any) -> FrameType | Non
     return None if trace is None else trace.tb_frame
 
 
+def _swapped(frame: FrameType, error: BaseException) -> str | None:
+    """Of a function that takes the batch first: by the names of its arguments, or by what it does
+    with them."""
+    code = frame.f_code
+    names = [name for name in code.co_varnames[: code.co_argcount] if name != "self"]
+    if len(names) != 2:
+        return None
+    first, second = (frame.f_locals.get(name) for name in names)
+    if not _is_module(first) or second is None or _is_module(second):
+        return None
+    named = names[1] in MODEL_NAMES and names[0] not in MODEL_NAMES
+    if not named and not _taken_for_a_batch(error, first) and not _called(error, second):
+        return None
+    who = "it" if code.co_name in ("<lambda>", "__call__") else code.co_name
+    return (
+        f"  {who} is called as {'' if who == 'it' else who}(model, batch): {names[0]} is the model "
+        f"({type(first).__name__}), {names[1]} {_described(second)}"
+    )
+
+
+def _is_module(given: Any) -> bool:
+    """Whether it is torch's, which is not imported here."""
+    return any(
+        kind.__name__ == "Module" and kind.__module__ == "torch.nn.modules.module"
+        for kind in type(given).__mro__
+    )
+
+
+def _taken_for_a_batch(error: BaseException, model: Any) -> bool:
+    kind = type(model).__name__
+    said = (
+        f"'{kind}' object is not subscriptable",
+        f"'{kind}' object is not iterable",
+        f"cannot unpack non-iterable {kind} object",
+        f"object of type '{kind}' has no len()",
+    )
+    return isinstance(error, TypeError) and str(error) in said
+
+
+def _called(error: BaseException, batch: Any) -> bool:
+    said = f"'{type(batch).__name__}' object is not callable"
+    return isinstance(error, TypeError) and str(error) == said
+
+
 def _is_about(error: BaseException, given: Any) -> bool:
     try:
         text = str(error)
         if isinstance(given, Mapping):
             missing = isinstance(error, KeyError) and error.args[0] not in given
-            return missing or _taken_for_another(error, text, given) or "not str" in text
+            other = missing or _taken_for_another(error, text, given) or "not str" in text
+            return other or _does_not_fit(error, text, given.values())
         if isinstance(given, list | tuple) or hasattr(given, "shape"):
             number = isinstance(error, IndexError | TypeError)
             number = number and ("indices" in text or "index" in text or "type 'str'" in text)
-            return number or _taken_for_another(error, text, given)
+            other = number or _taken_for_another(error, text, given)
+            parts: Iterable[Any] = given if isinstance(given, list | tuple) else [given]
+            return other or _does_not_fit(error, text, parts)
     except Exception:  # their own classes may do anything
         return False
     return False
+
+
+def _does_not_fit(error: BaseException, text: str, parts: Iterable[Any]) -> bool:
+    """Whether torch says so of dtypes and shapes. Of which tensor it does not say; so what is
+    given is told where it holds any."""
+    kinds = (RuntimeError, ValueError, IndexError, TypeError, AssertionError)
+    holds = any(hasattr(part, "shape") for part in parts)
+    return holds and isinstance(error, kinds) and TENSOR_WORDS.search(text) is not None
 
 
 def _taken_for_another(error: BaseException, text: str, given: Any) -> bool:

@@ -10,14 +10,15 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_type_hints
 
 import msgspec
 
 from manyhands.values.errors import ConfigError
 from manyhands.values.other_words import of_the_optimizer, setting_called, where_it_lives
+from manyhands.values.server_config import NO_CHOICE, ServerConfig
 from manyhands.values.setting_fields import Effect, effect_of, is_live, setting
-from manyhands.values.toml_values import nearest, read_value, written_value
+from manyhands.values.toml_values import in_plain_words, nearest, read_value, written_value
 from manyhands.values.train_config import TrainConfig, at_least
 
 BY_DEFAULT_S = 300.0
@@ -148,7 +149,8 @@ class DataConfig:
     readers: int | Literal["auto"] = setting("auto", "nothing")
     """Processes of each worker that fetch and collate micro-batches ahead of it, for data whose
     records take long to fetch or decode; 0: each worker fetches its own. "auto": none, until
-    fetching was measured to hold steps up and there is something to gain; the run says so then."""
+    fetching was measured to hold steps up and there is something to gain; the run says so then. Of
+    a stream: "auto" is one for all workers of a host, 0 none."""
 
     pass_records: int | None = setting(None, "weights")
     """Of a stream: how many records are one pass over it, an epoch. Left out: it is counted, by
@@ -185,6 +187,8 @@ class DataConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
+    server: ServerConfig | None = None
+    """Left out: no servers, or (train.sync = "server") one."""
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """Left out: every five minutes or so, and the last step."""
@@ -194,12 +198,24 @@ class RunConfig:
     recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
 
     def __post_init__(self) -> None:
+        if self.server is not None and self.train.sync != "server":
+            raise ConfigError(
+                f'[server] has settings, but train.sync = "{self.train.sync}": set it to "server" '
+                "(or --sync server), or leave out [server]."
+            )
+        if self.server is not None and self.server.merges:
+            _refuse_with_merging(self.server.mode, self.train)
         if self.scored_weights != "trained" and getattr(self.train, self.scored_weights) is None:
             example = {"ema": "0.999", "swa": "1"}[self.scored_weights]
             raise ConfigError(
                 f'evaluate.weights = "{self.scored_weights}" scores an average that this run does '
                 f"not keep: set train.{self.scored_weights} (as in {example}), or leave it out."
             )
+
+    @property
+    def servers(self) -> ServerConfig | None:
+        """How they are to be; None: the workers update the weights themselves."""
+        return (self.server or ServerConfig()) if self.train.sync == "server" else None
 
     @property
     def scored_weights(self) -> str:
@@ -223,6 +239,10 @@ class RunConfig:
             if path.strip() in _INSTEAD:  # a length given here replaces the other kind of length
                 tree.get("train", {}).pop(_INSTEAD[path.strip()], None)
             tree.setdefault(section, {})[key] = read_value(text.strip())
+            if section == "server":
+                tree["train"]["sync"] = "server"
+            elif path.strip() == "train.sync" and read_value(text.strip()) != "server":
+                tree.pop("server", None)
         return from_dict(tree)
 
 
@@ -238,11 +258,30 @@ def _how_to_set(name: str, value: str) -> str:
     )
 
 
+def _refuse_with_merging(mode: str, train: TrainConfig) -> None:
+    """What needs all workers to be at the same step."""
+    asked = {
+        "train.ema": train.ema is not None,
+        "train.swa": train.swa is not None,
+        "train.audit_every": train.audit_every is not None,
+        'train.not_finite = "skip"': train.not_finite == "skip",
+        'train.precision = "fp16"': train.precision == "fp16",
+        'train.device = "cuda"': train.device == "cuda",
+    }
+    for setting_, given in asked.items():
+        if given:
+            raise ConfigError(
+                f'{setting_} is not there with server.mode = "{mode}", where workers are at '
+                'different steps. Leave it out, or use server.mode = "sync".'
+            )
+
+
 _INSTEAD = {"train.steps": "epochs", "train.epochs": "steps"}
 
 
 SECTIONS: dict[str, type] = {
     "train": TrainConfig,
+    "server": ServerConfig,
     "data": DataConfig,
     "checkpoint": CheckpointConfig,
     "evaluate": EvaluateConfig,
@@ -332,11 +371,28 @@ def from_dict(tree: Mapping[str, Any]) -> RunConfig:
     sections: dict[str, Any] = {}
     for name, values in tree.items():
         if name not in SECTIONS:
+            if not isinstance(values, Mapping):
+                raise ConfigError(_without_section(name, values))
             raise ConfigError(f"there is no section [{name}]{nearest(name, SECTIONS)}")
         if not isinstance(values, Mapping):
             raise ConfigError(f"{name} is a section: write [{name}] and its settings below it.")
         sections[name] = _section(name, dict(values))
+    if "server" in tree and "sync" not in tree.get("train", {}):  # who names it wants it
+        sections["train"] = _section("train", {**tree.get("train", {}), "sync": "server"})
     return RunConfig(**sections)
+
+
+def _without_section(name: str, value: Any) -> str:
+    """About a setting that stands where sections do."""
+    if (own := of_the_optimizer(name)) is not None:
+        return where_it_lives(own, written_value(value))
+    if (setting := setting_called(name, EFFECTS)) is None:
+        return f"there is no section [{name}]{nearest(name, SECTIONS)}"
+    section, _, key = setting.partition(".")
+    return (
+        f"'{name}' is in no section; did you mean [{section}] {key} = {written_value(value)}? "
+        f'(In Python: {{"{section}": {{"{key}": {value!r}}}}}.)'
+    )
 
 
 def from_toml(text: str, *, where: str) -> tuple[RunConfig, str | None]:
@@ -388,6 +444,8 @@ def _section(name: str, values: dict[str, Any]) -> Any:
     known = [f.name for f in fields(section)]
     for key in values:
         if key not in known:
+            if name == "server" and key in NO_CHOICE:
+                raise ConfigError(NO_CHOICE[key])
             if (own := of_the_optimizer(key)) is not None:
                 raise ConfigError(where_it_lives(own, written_value(values[key])))
             if (setting := setting_called(key, EFFECTS)) is not None:
@@ -400,5 +458,7 @@ def _section(name: str, values: dict[str, Any]) -> Any:
             raise error.__cause__ from None
         text, _, path = str(error).partition(" - at `$.")
         key = path.rstrip("`")
-        expected = text.partition(", got")[0]
+        expected = in_plain_words(text.partition(", got")[0])
+        if choices := get_args(get_type_hints(section).get(key)) if "enum" in text else ():
+            expected = f"must be one of {', '.join(map(str, choices))}"
         raise ConfigError(f"{name}.{key}: {expected}, got {values.get(key)!r}.") from None

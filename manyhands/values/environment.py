@@ -48,6 +48,16 @@ def limit_kernels(isa: str) -> None:
     os.environ[KERNELS] = isa
 
 
+COMPILED_CODE = "TORCHINDUCTOR_CACHE_DIR"
+
+
+def keep_compiled_code(cache: Path, name: str) -> None:
+    """In a folder of this name inside of inductor's cache, in this process and in those that it
+    starts."""
+    if cache.name != name:
+        os.environ[COMPILED_CODE] = str(cache / name)
+
+
 def user_cache() -> Path:
     """Where this user's programs keep what they can fetch again. A user without a name (in many
     containers) may have no home."""

@@ -16,6 +16,7 @@
     │   ├── LossNotFinite         a loss became NaN or infinite
     │   ├── GradientNotFinite     a gradient did, under a finite loss
     │   ├── UnevenBuffer          a model's buffer that no merge rule fits
+    │   ├── TableFull             more rows than an embedding table may have
     │   ├── CallbackFailed        the caller's own function raised
     │   ├── DataDamaged           prepared data that is not what was written
     │   ├── CheckpointDamaged     bytes on disk are not the bytes that were written
@@ -29,9 +30,6 @@ Errors cross processes, so the parameters go to `super().__init__` and the sente
 """
 
 from collections.abc import Sequence
-from pathlib import Path
-
-from manyhands.values.shell_commands import command_line
 
 
 class ManyhandsError(Exception):
@@ -106,30 +104,41 @@ def _records(records: Sequence[int]) -> str:
 
 
 class LossNotFinite(TrainError):
-    """In micro-batch `index` of a step; None: a batch loss, over embeddings that are finite."""
+    """In micro-batch `index` of a step; None: a batch loss, over embeddings that are finite.
+    `because`: which of the records hold such values themselves, if any do."""
 
     def __init__(
-        self, rank: int, step: int, index: int | None, loss: float, records: Sequence[int]
+        self,
+        rank: int,
+        step: int,
+        index: int | None,
+        loss: float,
+        records: Sequence[int],
+        because: str = "",
     ) -> None:
-        super().__init__(rank, step, index, loss, list(records))
+        super().__init__(rank, step, index, loss, list(records), because)
 
     def __str__(self) -> str:
-        _, step, index, loss, records = self.args
+        _, step, index, loss, records, because = self.args
         if index is None:
             return (
                 f"the batch loss is {loss} at step {step}, though all embeddings are finite. Look "
                 "in batch_loss for log(0), 0/0 and exp of a temperature that has grown; otherwise "
                 "lower the learning rate, or set train.clip_norm."
             )
+        which, look = f" ({_records(records)})", "at those records"
+        if because:
+            which, look = f": {because} (of {_records(records)})", "there"
         return (
-            f"the loss is {loss} at step {step}, micro-batch {index} ({_records(records)}). "
-            "Look at those records first; otherwise lower the learning rate, set train.clip_norm, "
+            f"the loss is {loss} at step {step}, micro-batch {index}{which}. "
+            f"Look {look} first; otherwise lower the learning rate, set train.clip_norm, "
             "or check the loss for log(0) and 0/0."
         )
 
 
 class GradientNotFinite(TrainError):
-    """Of `name` in micro-batch `index` of a step; None: in their sum, or it is not known yet."""
+    """Of `name` in micro-batch `index` of a step; None: in their sum, or it is not known yet.
+    `apart`: others are at other steps, and it was not pushed."""
 
     def __init__(
         self,
@@ -138,12 +147,16 @@ class GradientNotFinite(TrainError):
         index: int | None = None,
         name: str | None = None,
         records: Sequence[int] = (),
+        apart: bool = False,
     ) -> None:
-        super().__init__(rank, step, index, name, list(records))
+        super().__init__(rank, step, index, name, list(records), apart)
 
     def __str__(self) -> str:
-        _, step, index, name, records = self.args
+        _, step, index, name, records, apart = self.args
         kept = f"The step was not taken: the weights are those after {step} steps. "
+        skip = ' train.not_finite = "skip" leaves such steps out.'
+        if apart:
+            kept, skip = "It was not pushed: the weights are as if it had not been computed. ", ""
         if index is None:
             return (
                 f"the gradients of step {step} add up to a number that is not finite, though the "
@@ -153,7 +166,7 @@ class GradientNotFinite(TrainError):
             f"the gradient of '{name}' is not finite at step {step}, micro-batch {index} "
             f"({_records(records)}), though the loss is. {kept}Look at those records, and in the "
             "loss for sqrt at 0, 0/0 or log(0) behind a where (torch.autograd.detect_anomaly names "
-            'the operation). train.not_finite = "skip" leaves such steps out.'
+            f"the operation).{skip}"
         )
 
 
@@ -167,6 +180,34 @@ class UnevenBuffer(TrainError):
             f"the integer buffer '{name}' changed differently in different micro-batches of step "
             f"{step}, so no value of it is right for all of them. Make it a float buffer (merged "
             "by weighted mean), or update it outside forward."
+        )
+
+
+class TableFull(TrainError):
+    """`coming` more rows (or ids that wait to become rows) than there is room for."""
+
+    def __init__(
+        self, table: str, room: int, there: int, coming: int, step: int, kind: str
+    ) -> None:
+        super().__init__(table, room, there, coming, step, kind)
+
+    def __str__(self) -> str:
+        table, room, there, coming, step, kind = self.args
+        what = {
+            "rows": f"it may have {room:,} rows, and has {there:,}",
+            "bucket": (
+                f"one of its buckets has {there:,} rows of {room:,}, and {coming:,} more came: its "
+                "ids are not spread as ids are"
+            ),
+            "waiting": (
+                f"{there:,} ids wait to be admitted, {coming:,} more came, and there is room for "
+                f"about {room:,}"
+            ),
+        }[kind]
+        return (
+            f"the table '{table}' is full in step {step}: {what}. "
+            "Give the table more rows, let rows expire (expire=), or admit only ids that come "
+            "again (admit=)."
         )
 
 
@@ -210,14 +251,16 @@ class RunFailed(ManyhandsError):
 
 
 class Interrupted(ManyhandsError):
-    """Stopped by a person. `run` is the folder, `step` the last saved step, if any."""
+    """Stopped by a person. `run` is the folder, `step` the last saved step, if any; `again` is what
+    goes on with it; empty: nothing does, it was a replay."""
 
-    def __init__(self, run: str, step: int | None) -> None:
-        super().__init__(run, step)
+    def __init__(self, run: str, step: int | None, again: str) -> None:
+        super().__init__(run, step, again)
 
     def __str__(self) -> str:
-        run, step = self.args
-        again = command_line("resume", Path(run))
+        _, step, again = self.args
+        if not again:
+            return "interrupted"
         if step is None:
             return f"interrupted before anything was saved. Begin again: {again}"
         return f"interrupted; step {step} is saved. Continue with: {again}"

@@ -15,6 +15,8 @@ from typing import IO, Any
 
 import msgspec
 
+from manyhands.values.server_load import ServerStatus
+
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag=True):
     time: float = msgspec.field(default_factory=time.time)
@@ -38,6 +40,8 @@ class Viewed(Event, frozen=True):
     members: dict[int, int]
     """rank → process id"""
     because: str
+    servers: list[int] = []
+    """Ranks of those that compute nothing, and update the weights."""
 
 
 class Stepped(Event, frozen=True):
@@ -141,6 +145,18 @@ class Scaled(Event, frozen=True):
     workers: int
     because: str = ""
     """Empty: somebody asked for it."""
+    servers: int | None = None
+    """... and so many servers; None: as many as before."""
+
+
+class Served(Event, frozen=True):
+    """Once a minute and at the end: what servers had to do since the last of these."""
+
+    step: int
+    servers: list[ServerStatus]
+    staleness: list[int] = []
+    """Where workers are at different steps, since the run began: by how many others were applied
+    between what a step had read and itself, how many steps."""
 
 
 class Changed(Event, frozen=True):
@@ -190,6 +206,7 @@ AnyEvent = (
     | Hosted
     | Linked
     | Scaled
+    | Served
     | Changed
     | Skipped
     | Finished

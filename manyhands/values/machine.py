@@ -8,6 +8,10 @@ import resource
 import socket
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
+
+MOST_RANKS = 256
+"""For so many workers, and servers, there is room on a host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +28,20 @@ def machine() -> Machine:
 def process_began() -> float:
     """This process, in seconds since 1970."""
     return os.stat(f"/proc/{os.getpid()}").st_ctime
+
+
+class Birth(NamedTuple):
+    """What tells a process from a later one that got its number."""
+
+    parent: int
+    began: int
+    """In ticks of the kernel's clock since the machine was started."""
+
+
+def birth(pid: int) -> Birth:
+    """Of a process; OSError: there is none of that number."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return Birth(int(fields[1]), int(fields[19]))
 
 
 def processor() -> str:

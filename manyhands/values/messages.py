@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What supervisor and workers say to each other. Plain typed data; every message has a generation.
+"""What supervisor and workers say to each other. Plain typed data; every message has the generation
+of a view (view.py).
 
 A worker speaks: Hello → (View) → Begun → Beat*, Part*, Scored*, Written* → Ready → (View) ... and
 at the end Left, or Trouble. Its line stamps the generation of its view on everything it sends.
@@ -10,7 +11,7 @@ and Break (stop waiting for somebody who is gone). SaveNow is agreed on as a Hal
 commands, numbered in one sequence.
 """
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
@@ -30,33 +31,15 @@ from manyhands.values.bounded_types import (
     Table,
     Words,
 )
-from manyhands.values.hidden_secrets import discreet
 from manyhands.values.kernels import Kernels
 from manyhands.values.printable_messages import printable_decoder
+from manyhands.values.server_load import ServerLoad
+from manyhands.values.view import View
 from manyhands.values.work_in_hand import WorkInHand
-from manyhands.values.world import World
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     generation: Natural = 0
-
-
-class Member(msgspec.Struct, frozen=True):
-    """A worker that is in: `worker` is its number for life, `rank` its place in this view."""
-
-    worker: int
-    rank: int
-    pid: int
-    host: str
-
-
-class Keeper(msgspec.Struct, frozen=True):
-    """A folder of shards that is served to all hosts."""
-
-    cache: str
-    """Hosts that share the folder have the same."""
-    host: str
-    address: str
 
 
 class Built(msgspec.Struct, frozen=True):
@@ -87,6 +70,8 @@ class Hello(Message, frozen=True):
     """... and where."""
     kernels: Kernels | None = None
     """What it computes with."""
+    most_servers: Natural = 0
+    """More of them would have nothing to update; 0: any number, one has all of it."""
 
 
 class Begun(Message, frozen=True):
@@ -151,6 +136,8 @@ class Beat(Message, frozen=True):
     """From the leader: steps since its last beat that are to be logged."""
     losses: Some[tuple[Natural, float]] = []
     """From the leader: of every step since its last beat."""
+    reads: Some[tuple[Natural, Natural]] = []
+    """From the leader: what a stream gave for those steps, as digests."""
     loss: float | None = None
     records: Natural = 0
     progress: Natural = 0
@@ -165,6 +152,8 @@ class Beat(Message, frozen=True):
     """... for the first time: it may have to compile, or to load what it needs."""
     where: Words = ""
     """When it has been at it for a while: where in the user's code."""
+    load: ServerLoad | None = None
+    """From a server: what it did since its last beat."""
 
 
 class RoundPart(Message, frozen=True):
@@ -294,6 +283,21 @@ class Passed(Message, frozen=True):
     why: Words
 
 
+class Merged(Message, frozen=True):
+    """From the leader, where workers are at different steps: what is true after `step` pushes."""
+
+    worker: Small
+    step: Natural
+    of: Natural
+    """The view in which they were made: this one, or the one before it."""
+    applied: Annotated[list[Natural], Meta(max_length=1024)]
+    """The steps that are in: all below the first number, then start and stop of each run."""
+    computed: Some[tuple[Natural, Natural, Natural]]
+    """By rank: steps, micro-batches, records, since that view began."""
+    staleness: Annotated[list[Natural], Meta(max_length=1024)]
+    """By staleness: how many of these steps."""
+
+
 class Drew(Message, frozen=True):
     """A sampler of the user's own was run for the epoch of this step."""
 
@@ -301,6 +305,14 @@ class Drew(Message, frozen=True):
     step: Natural
     digest: Name
     """Of the records that it gave."""
+
+
+class Read(Message, frozen=True):
+    """Somebody has begun to read a stream anew, and this is what it gave for this step."""
+
+    worker: Small
+    step: Natural
+    digest: Natural
 
 
 class Left(Message, frozen=True):
@@ -314,58 +326,6 @@ class Left(Message, frozen=True):
 
 
 # ---- from the supervisor
-
-Settings = dict[str, Any]
-"""As `manyhands set` takes them: lr=3e-4, train.clip_norm=1, log.every_steps=5."""
-
-
-class View(Message, frozen=True):
-    """Who is in. The deal of micro-batches follows from the speeds. Who is not named leaves."""
-
-    members: list[Member]
-    speeds: list[float]
-    because: str
-    hosts: list[int] = []
-    """How many members share the memory of each host, in the order of ranks; empty: all do."""
-    peer_addresses: list[str] = []
-    """Where each host is reached by the others."""
-    keepers: list[Keeper] = []
-    """Where shards of prepared data are to be had."""
-    secret: bytes = b""
-    """By which hosts know each other from now on; empty: as they were ordered."""
-    measure: bool = False
-    """Hosts first measure the network between them, and say Measured."""
-    fresh: bool = False
-    """Begin from the task or a checkpoint; otherwise go on from what members hold."""
-    restore: int | None = None
-    """With `fresh`: the checkpoint's step."""
-    built: list[bytes] = []
-    """What each member built, by rank."""
-    halts: int = 0
-    """How many commands (Halt, SaveNow) were given before it."""
-    journal: dict[int, Settings] = {}
-    """All changes so far: after how many steps, and what."""
-    changes: Settings = {}
-    """New ones: wait for Reply `go-GENERATION` before the first step."""
-    scored: int = -1
-    """The last step that was scored."""
-    enough: str | None = None
-    """What those scores were a reason for: to stop early."""
-    saved: int = -1
-    """The last step that is on disk."""
-    stop: bool = False
-    """Save and end."""
-    audit: int | None = None
-    """First testify: everyone computes this micro-batch of the next step twice, and waits for
-    Reply `judged-GENERATION`."""
-
-    __repr__ = discreet
-
-    def rank_of(self, worker: int) -> int | None:
-        return next((m.rank for m in self.members if m.worker == worker), None)
-
-    def world_of(self, rank: int) -> World:
-        return World(rank, len(self.members), tuple(self.hosts))
 
 
 class Reply(Message, frozen=True):
@@ -420,7 +380,9 @@ FromWorker = (
     | Testimony
     | Notice
     | Passed
+    | Merged
     | Drew
+    | Read
     | Left
 )
 FromSupervisor = View | Reply | Answer | Halt | SaveNow | Break

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from manyhands.values.environment import switched_off
 
-VERSION = 1
+VERSION = 2
 """As the source says it: what was compiled may be older than what is installed."""
 
 

@@ -36,6 +36,11 @@ class FaultPlan(msgspec.Struct, frozen=True):
     """Give it to `mh.train(..., faults=plan)`."""
 
     faults: tuple[Fault, ...] = ()
+    history: str = ""
+    """A folder into which workers at different steps write what they push, apply and read."""
+
+    def recording(self, folder: str) -> "FaultPlan":
+        return FaultPlan(self.faults, folder)
 
     def kill(self, *, rank: int, at_step: int, at: str = "begin") -> "FaultPlan":
         return self._with(Fault("kill", rank, at_step, at=at))
@@ -74,7 +79,7 @@ class FaultPlan(msgspec.Struct, frozen=True):
         return self._with(Fault("corrupt", rank, at_step, at="never"))
 
     def _with(self, fault: Fault) -> "FaultPlan":
-        return FaultPlan((*self.faults, fault))
+        return FaultPlan((*self.faults, fault), self.history)
 
     def strike(self, worker: int, step: int, moment: str, struck: set["Fault"]) -> None:
         """Called by the worker at every moment; `struck` is its own memory."""

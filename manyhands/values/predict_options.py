@@ -8,6 +8,7 @@ from typing import Any
 
 from manyhands.values.option_fields import argument, option
 from manyhands.values.prepare_options import Reading
+from manyhands.values.run_options import RayAccess
 from manyhands.values.task import Task
 
 
@@ -47,7 +48,7 @@ class PredictedColumns:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PredictRequest(Reading, PredictedColumns, PredictedData):
+class PredictRequest(RayAccess, Reading, PredictedColumns, PredictedData):
     """Records of which a trained model is to say something."""
 
     to: str | Path | None = option(None, cli=Path, metavar="FILE")
@@ -57,6 +58,9 @@ class PredictRequest(Reading, PredictedColumns, PredictedData):
     same, exit code 0 for up to so many), fail (no file)."""
     workers: int = option(1, cli=int)
     """Processes. No byte of the result depends on it."""
+    engine: str = option("local", cli=str, metavar="local, ray or ray://HOST:PORT")
+    """Processes of this host; or tasks of Ray, as many as there is room for, or as `workers` says
+    where that is more than 1."""
     memory: str | int = option("256MiB", cli=str)
     """For what each process reads at a time, about; the model comes on top."""
     batch: int | None = option(None, cli=int)

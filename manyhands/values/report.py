@@ -41,6 +41,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Of the last step."""
     scores: dict[str, float]
     """On the held-out records; empty when there are none."""
+    best_step: int | None = None
+    """The one that checkpoint.keep_best keeps: `report.load(step=report.best_step)`."""
     fingerprint: str
     """SHA-256 of the weights."""
     workers: int
@@ -143,6 +145,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             "ended": f"{self.because} (step {self.step:,}, {self.epochs:.4g} epochs)",
             "loss": f"{self.loss:.6g}",
             **{f"held-out {name}": f"{value:.6g}" for name, value in self.scores.items()},
+            **({} if self.best_step is None else {"best step": f"{self.best_step:,}"}),
             "took": f"{speed}, {_workers(self.workers)}{lost}",
             "memory": shown_bytes(self.peak_memory_bytes),
             "fingerprint": self.fingerprint,

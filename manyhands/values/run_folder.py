@@ -3,6 +3,7 @@
 
 import errno
 import fcntl
+import json
 import os
 import re
 import shutil
@@ -94,6 +95,26 @@ class RunDir:
     def log(self, rank: int) -> Path:
         return self.root / "logs" / f"worker-{rank:02d}.log"
 
+    @property
+    def task_note(self) -> Path:
+        """How its task is found again."""
+        return self.task / "task.json"
+
+    def how_to_resume(self, *settings: str) -> str:
+        """What goes on with this run: a command; or, where its task was made in Python, which no
+        command can make again, a call."""
+        if not self._made_in_python():
+            given = [word for setting in settings for word in ("--set", setting)]
+            return command_line("resume", self.root, *given)
+        more = f", settings={list(settings)}" if settings else ""
+        return f"mh.resume({str(self.root)!r}, task{more})"
+
+    def _made_in_python(self) -> bool:
+        with suppress(OSError, ValueError):
+            note = json.loads(self.task_note.read_bytes())
+            return isinstance(note, dict) and note.get("source", "") is None
+        return False
+
     def create(self) -> "RunDir":
         """Make the folder; refuse one that is there already, so that no run overwrites another."""
         try:
@@ -106,7 +127,7 @@ class RunDir:
                 ) from None
             hint = "give another --to"
             if self.config.exists():
-                hint = f"continue it with: {command_line('resume', self.root)} - or {hint}"
+                hint = f"continue it with: {self.how_to_resume()} - or {hint}"
             raise RunDirError(f"the run folder {self.root} already exists; {hint}.") from None
         except OSError as error:
             raise RunDirError(f"cannot create the run folder {self.root}: {error}") from error

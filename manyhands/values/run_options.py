@@ -37,6 +37,15 @@ class Pace:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Agreement:
+    """How workers come to agree."""
+
+    sync: str | None = option(None, cli=str, metavar="allreduce, alone or server[:count=2]")
+    """Each worker updates a part of the weights; one worker and plain PyTorch; or servers update
+    them. Short for --set train.sync=... and --set server.count=..."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Spoken:
     """What is changed in the config, and what is printed."""
 
@@ -144,12 +153,12 @@ class OldRun:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunRequest(Where, WhenItEnds, TaskParams, Spoken, Pace, NewRun):
+class RunRequest(Where, WhenItEnds, TaskParams, Spoken, Agreement, Pace, NewRun):
     """A run that is to be trained from its beginning."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResumeRequest(Where, WhenItEnds, TaskParams, Spoken, Pace, OldRun):
+class ResumeRequest(Where, WhenItEnds, TaskParams, Spoken, Agreement, Pace, OldRun):
     """A run that is to go on from its newest good checkpoint."""
 
 

@@ -12,10 +12,12 @@ nothing is refused when it is defined: see `effect_of`.
 from dataclasses import Field, field
 from typing import Any, Literal, get_args
 
-Effect = Literal["weights", "saved", "end", "scores", "nothing"]
+Effect = Literal["weights", "saved", "end", "scores", "timing", "nothing"]
 """What follows from a setting. "weights": the bits of every step, so that a run keeps it for life.
 "saved": what is saved beside the weights, over the whole run, so that it keeps this for life too.
-"end": which step is the last. "scores": their last bits. "nothing": how, where and how fast."""
+"end": which step is the last. "scores": their last bits. "timing": whether the weights follow from
+the other settings alone, or also from when things happened; a run may go on otherwise, and its
+ledger keeps which of its steps were taken how. "nothing": how, where and how fast."""
 
 
 def setting(default: Any, effect: Effect, *, live: bool = False) -> Any:

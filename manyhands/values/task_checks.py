@@ -43,6 +43,17 @@ OTHER_NAMES = {
     "train_data": "data",
     "dataloader": "data",
     "train_loader": "data",
+    "train_dataset": "data",
+    "train_dataloader": "data",
+    "train_dataloaders": "data",
+    "val_dataset": "held_out",
+    "eval_dataset": "held_out",
+    "valid_dataset": "held_out",
+    "test_dataset": "held_out",
+    "val_loader": "held_out",
+    "val_dataloader": "held_out",
+    "val_dataloaders": "held_out",
+    "eval_dataloader": "held_out",
     "valid": "held_out",
     "validation": "held_out",
     "val": "held_out",
@@ -51,9 +62,19 @@ OTHER_NAMES = {
     "test": "held_out",
     "test_data": "held_out",
     "metrics": "scores",
+    "compute_metrics": "scores",
     "collate_fn": "collate",
 }
 """What other libraries call it → what it is called here."""
+
+OTHER_WAYS = {
+    "n_critic": 'how often each optimizer steps is every={"g": 5}, with loss and optimizer as '
+    "dicts that have the same names",
+    "callbacks": "what is watched while it trains is given to mh.train(task, on_step=..., "
+    "on_evaluate=...), stopping early is a setting (--set evaluate.stop_early=3), and what changes "
+    "weights after a step is after_step=...",
+}
+"""What is done otherwise here, and how."""
 
 
 def answering(task: type[T]) -> type[T]:
@@ -88,6 +109,8 @@ def see_that_names_are_right(given: Iterable[str], known: list[str]) -> None:
                 f"Task has no '{name}': how it is trained is not in it. That is a setting: "
                 f'--set {setting}=..., or settings=["{setting}=..."] in Python.'
             )
+        if name in OTHER_WAYS:
+            raise TaskError(f"Task has no '{name}': {OTHER_WAYS[name]}. See docs/task.md.")
         other = OTHER_NAMES.get(name.lower())
         raise TaskError(f"Task has no '{name}'{meant(name, known, other)}")
 

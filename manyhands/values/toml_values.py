@@ -34,3 +34,21 @@ def nearest(word: str, known: Iterable[str]) -> str:
     known = list(known)
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
     return f"; did you mean '{close[0]}'?" if close else f". There are: {', '.join(known)}."
+
+
+_TYPES = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "text",
+    "array": "a list",
+    "object": "a table",
+}
+
+
+def in_plain_words(expected: str) -> str:
+    """msgspec's "Expected `int | null`", without the names of types."""
+    if not expected.startswith("Expected `"):
+        return expected
+    types = expected.removeprefix("Expected `").rstrip("`").split(" | ")
+    return f"expected {' or '.join(_TYPES.get(t, t) for t in types if t != 'null')}"

@@ -53,7 +53,7 @@ class TrainConfig:
 
     compile: bool = setting(False, "weights")
     """Compute forward and backward with code that torch.compile makes of the model. Part of the
-    result: it rounds otherwise. Needs a C++ compiler on every host."""
+    result: it rounds otherwise. Needs a C++ compiler, the same one, on every host."""
 
     threads: int = setting(1, "weights")
     """Threads in each worker. Part of the result: it changes how a matrix product is rounded."""
@@ -64,14 +64,16 @@ class TrainConfig:
     the result: these bits are not those of a run without it. In fp32 only."""
 
     unlike: Literal["refuse", "warn"] = setting("refuse", "nothing")
-    """A host that computes other bits than the first one, because its processor has other kernels,
-    is turned away; or ("warn") takes part, and the weights then depend on who computed what."""
+    """A host that computes other bits than the first one, because its processor has other kernels
+    (or, with `compile`, because its compiler is another one), is turned away; or ("warn") takes
+    part, and the weights then depend on who computed what."""
 
     device: Literal["cpu", "cuda"] = setting("cpu", "weights")
     """"cuda" gives each worker the GPU of its rank on the host. Written, not tried."""
 
-    sync: Literal["allreduce", "alone"] = setting("allreduce", "nothing")
-    """How workers agree. "alone" is one worker and plain PyTorch: the reference."""
+    sync: Literal["allreduce", "server", "alone"] = setting("allreduce", "nothing")
+    """How workers agree. "allreduce": each updates a part of the weights; "server": servers do, and
+    workers only compute ([server]); "alone" is one worker and plain PyTorch: the reference."""
 
     collective: Literal["auto", "shared", "sockets", "mpi", "gloo", "nccl"] = setting(
         "auto", "nothing"
@@ -150,6 +152,11 @@ class TrainConfig:
             raise ConfigError(
                 'train.collective = "nccl" needs train.device = "cuda"; on the CPU use "shared", '
                 '"sockets", "gloo" or "auto".'
+            )
+        if self.sync == "server" and self.collective in ("gloo", "nccl"):
+            raise ConfigError(
+                f'train.sync = "server" with train.collective = "{self.collective}": there every '
+                'worker has weights of its own, and a server none to update. Use "auto".'
             )
         if self.device == "cuda" and self.collective not in ("auto", "nccl"):
             raise ConfigError(

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Of a traceback or a stack, the lines of the user's own code."""
 
+import inspect
 import sys
 import traceback
+from functools import partial
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
+from typing import Any
 
-from manyhands.values.batch_words import batch_words, first_frame
+from manyhands.values.batch_words import batch_words, device_words, first_frame
 
 MOST_FRAMES = 10
 """Of each end of a stack."""
@@ -25,7 +28,20 @@ def user_traceback(error: BaseException, source: Path | None = None) -> str:
     if isinstance(error, SyntaxError) and error.filename:
         lines.insert(0, f"  {error.filename}:{error.lineno}\n    {(error.text or '').strip()}")
     about = batch_words(first_frame(error.__traceback__, is_library), error)
-    return "\n".join([*lines, named(error), *([about] if about else [])])
+    hints = [hint for hint in (about, device_words(error)) if hint]
+    return "\n".join([*lines, named(error), *hints])
+
+
+def place_of(function: object) -> str:
+    """Where a function (or the class of a callable object) is written, as `file:line`; empty where
+    that cannot be told, or it is not the user's."""
+    inner: Any = inspect.unwrap(function) if callable(function) else function
+    while isinstance(inner, partial):
+        inner = inner.func
+    code = getattr(inner, "__code__", None) or getattr(type(inner).__call__, "__code__", None)
+    if not isinstance(code, CodeType) or is_library(code.co_filename):
+        return ""
+    return f"{code.co_filename}:{code.co_firstlineno}"
 
 
 def own_frames(error: BaseException) -> list[traceback.FrameSummary]:

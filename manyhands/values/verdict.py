@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from manyhands.values.machine import most_open_files, open_files
-from manyhands.values.shell_commands import command_line
+from manyhands.values.run_folder import RunDir
 from manyhands.values.user_frames import named
 
 
@@ -62,13 +62,15 @@ class Verdict(Failure, frozen=True, kw_only=True):
         known = {name: getattr(cause, name) for name in Failure.__struct_fields__}
         return cls(**known, run=run, log=log, saved=saved)
 
-    def page(self) -> str:
-        """For a terminal; the most important line first."""
+    def page(self, *, replay: bool = False) -> str:
+        """For a terminal; the most important line first. The folder of a replay goes with it: of
+        that there is nothing to look at or to go on with."""
         where = "in the driver" if self.rank is None else f"on rank {self.rank}"
         if self.ranks:
             where = f"on host {self.host} with {ranks_in_words(self.ranks)}"
         verb = "recovered from a failure" if self.outcome == "recovered" else "failed"
-        lines = [f"The run {verb} at step {self.step}, {where}: {self.what}"]
+        what = "replay" if replay else "run"
+        lines = [f"The {what} {verb} at step {self.step}, {where}: {self.what}"]
         if self.detail:
             lines += ["", self.detail]
         lines += ["", f"  process   {self.pid} on {self.host}; {self.noticed_by}"]
@@ -78,7 +80,7 @@ class Verdict(Failure, frozen=True, kw_only=True):
             batch = "held-out batch" if self.held_out else "micro-batch"
             records = f": records {shown}{more}" if self.records else ""
             lines.append(f"  data      {batch} {self.micro_batch}{records}")
-        if Path(self.log).exists():  # an inline worker has none of its own
+        if Path(self.log).exists() and not replay:  # an inline worker has none of its own
             lines.append(f"  log       {self.log}")
         if self.advice:
             lines.append(f"  advice    {self.advice}")
@@ -89,12 +91,12 @@ class Verdict(Failure, frozen=True, kw_only=True):
                 f"  went on   at step {self.went_on_at}, {self.seconds:.2f} s after it was "
                 f"noticed; micro-batches computed again: {self.recomputed}"
             )
-            return "\n".join(lines)
-        again = command_line("resume", Path(self.run))
-        if self.saved is not None:
-            lines.append(f"  saved     step {self.saved}; continue: {again}")
-        else:
-            lines.append(f"  saved     nothing; begin again: {again}")
+        elif not replay:
+            first = "when it is mended, " if self.detail else ""  # the user's own frames
+            verb = f"{first}begin again" if self.saved is None else f"{first}continue"
+            saved = f"{'nothing' if self.saved is None else f'step {self.saved}'}; {verb}"
+            again = RunDir(Path(self.run)).how_to_resume()
+            lines.append(f"  saved     {saved}: {again}")
         return "\n".join(lines)
 
 

@@ -69,6 +69,8 @@ class Orders(msgspec.Struct, frozen=True, kw_only=True):
     encrypt: bool = False
     """What they send each other."""
     steps: int
+    stream: bool = False
+    """Its data is a stream, which one process of each host may read for all workers there."""
     start_from: str | None = None
     """A safetensors file to take the first weights from."""
     log_every: int = 10

@@ -14,6 +14,8 @@ class WorkerStatus:
     samples_per_s: float
     micro_batches: int = 0
     """Of a full step, how many are dealt to it."""
+    serves: bool = False
+    """It computes nothing, and updates the weights."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import torch
 
 from manyhands.data.open_data import make_ready, share
 from manyhands.data.reading.records import Records
-from manyhands.data.reading.stream_records import StreamRecords
+from manyhands.data.reading.stream_records import SIGN_OF_LIFE
 from manyhands.launch.engines.nursery import Nursery
 from manyhands.launch.shipping import ship_task
 from manyhands.launch.wire.control_channel import WorkerChannel
@@ -22,18 +22,23 @@ from manyhands.training import build_training
 from manyhands.training.collective.collective import PRIVATE
 from manyhands.training.collective.handshake import PeerListener
 from manyhands.training.compute.micro_batch_gradient import LossFn
-from manyhands.training.state.memory import Memory
+from manyhands.training.memory.memory import Memory, Room
 from manyhands.training.state.replica import Replica
+from manyhands.training.sync.load_meter import LoadMeter
+from manyhands.training.sync.merge.board import Tally
+from manyhands.training.sync.merge.history import Recorder
 from manyhands.training.sync.sync import Moment, Sync
-from manyhands.values.errors import TaskError
+from manyhands.values.errors import ConfigError, TaskError
 from manyhands.values.kernels import Kernels
-from manyhands.values.messages import Measured
+from manyhands.values.messages import Measured, Merged
 from manyhands.values.task import BatchLoss, Task, objective_of
 from manyhands.values.work_in_hand import Kind
 from manyhands.values.worker_orders import Orders
 from manyhands.worker import compare_workers
+from manyhands.worker.readers.one_stream import OneStream
 from manyhands.worker.readers.open_feed import open_feed
 from manyhands.worker.readers.read_ahead import ReadAhead
+from manyhands.worker.readers.stream_ring import RING_AT, has_ring
 from manyhands.worker.watched_feed import WatchedFeed
 
 if TYPE_CHECKING:
@@ -67,7 +72,7 @@ def build_worker(
     train = orders.config.train
     task = ship_task.unpack(orders.parcel, orders.task_fd)
     device = build_training.choose_device(train, orders.worker)
-    memory = Memory(None if orders.collective in PRIVATE else orders.state_fd)
+    memory = state_memory(orders)
     own_process = threading.current_thread() is threading.main_thread()
     replica = build_training.replica(
         task,
@@ -89,12 +94,22 @@ def build_worker(
     replica.schedules.ends_epoch = feed.ends_epoch
     _see_that_scores_come(replica, orders, held_out)
     drag = partial(orders.faults.drag, orders.order)
-    if isinstance(records, StreamRecords):  # each worker reads it itself, and may have to skip much
-        nursery, records.progress = None, partial(fetched, 0, 0)
+    if feed.stream is not None:  # readers of its own would each read all of it
+        nursery = None
+        feed.watch_stream(partial(fetched, 0, 0), SIGN_OF_LIFE)  # it may have to skip much
     ahead = ReadAhead(feed, orders, channel, nursery)
+    if feed.stream is not None:
+        ahead.stream = OneStream(feed, orders, channel, own_process=own_process)
     twice = task.batch_loss is not None
     watched = WatchedFeed(feed, channel, device, moment, drag, ahead, twice=twice)
-    leaves = build_training.leaves(task, replica, train, watched)
+    servers = orders.config.servers
+    merges = servers is not None and servers.merges
+    if merges and feed.stream is not None:
+        raise ConfigError(
+            "a stream is read in one order, and with server.mode other than sync workers compute "
+            'steps as they come. Use server.mode = "sync" (or --sync allreduce).'
+        )
+    leaves = build_training.leaves(task, replica, train, watched, merges=merges)
     auditor = compare_workers.Recheck(replica, watched, loss, leaves, train, moment)
     rendezvous = Path(orders.run) / ".rendezvous"
     peers = build_training.PeerAccess(
@@ -108,6 +123,8 @@ def build_worker(
         reach=peers,
         patience=channel.waiting,
     )
+    load = LoadMeter()
+    channel.heartbeat.load = load.take
     sync = build_training.strategy(
         task,
         train,
@@ -118,6 +135,11 @@ def build_worker(
         heard=channel.heard,
         moment=moment,
         auditor=auditor,
+        feed=watched,
+        servers=servers,
+        met=partial(_tell_of_pushes, channel),
+        load=load,
+        record=Recorder(orders.faults.history, orders.worker, memory.fd),
     )
     ahead.dealt = sync.indices
     built = compare_workers.describe(replica, records, kernels)
@@ -126,6 +148,15 @@ def build_worker(
     return WorkerParts(
         task, loss, device, replica, watched, held_out, sharing, auditor, sync, built
     )
+
+
+def state_memory(orders: Orders) -> Memory:
+    """For the state: shared with the other workers of the host, below the ring of a stream."""
+    if orders.collective in PRIVATE:
+        return Memory(None)
+    remedy = "The rest is for the process that reads the stream: set data.readers = 0."
+    room = Room(RING_AT, remedy) if has_ring(orders) else None
+    return Memory(orders.state_fd, room)
 
 
 def _see_that_scores_come(replica: Replica, orders: Orders, held_out: Records | None) -> None:
@@ -167,6 +198,20 @@ def _loss(task: Task, replica: Replica, orders: Orders, channel: WorkerChannel) 
     if isinstance(loss, BatchLoss):
         return BatchLoss(stops(loss.embed), stops(loss.batch_loss, "batch_loss"))
     return stops(loss)
+
+
+def _tell_of_pushes(channel: WorkerChannel, generation: int, step: int, tally: Tally) -> None:
+    """What has been applied, by whom, is for the ledger."""
+    channel.send(
+        Merged(
+            worker=channel.heartbeat.worker,
+            step=step,
+            of=generation,
+            applied=list(tally.applied.words),
+            computed=list(tally.computed),
+            staleness=list(tally.staleness.counts),
+        )
+    )
 
 
 def _telling_of_links(

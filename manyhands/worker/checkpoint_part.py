@@ -1,18 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """A worker's part of a checkpoint: what it writes, and how everything comes back."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from manyhands.checkpoint import step_files
 from manyhands.checkpoint.commit import FileRecord, FolderStorage
 from manyhands.checkpoint.safetensors_files import decode
-from manyhands.checkpoint.saver import Content, Saver
+from manyhands.checkpoint.saver import Content, Saver, Streamed
+from manyhands.checkpoint.table_files import (
+    encode_batches,
+    read_batches,
+    table_file,
+    tables_in,
+)
 from manyhands.launch.wire.control_channel import WorkerChannel
 from manyhands.training.state.param_groups import groups_to_json
 from manyhands.training.state.phased_optimizer import kind_name
 from manyhands.training.state.replica import Replica
+from manyhands.training.state.rows.part_arrow import from_batch, to_batch
+from manyhands.training.state.rows.table_part import WEIGHTS, TablePart
+from manyhands.training.state.rows.tables import Tables
 from manyhands.training.state.sharded_optimizer import OptimizerEntry
 from manyhands.training.state.weight_average import SavedAverage
 from manyhands.values.errors import CheckpointDamaged, CheckpointMismatch, ConfigError
@@ -73,6 +83,47 @@ def common_part(replica: Replica, stream: list[Any] | None = None) -> list[Conte
     ]
 
 
+def table_parts(tables: Tables, worker: int) -> list[Streamed]:
+    """Rows of the buckets that this worker has, as they are now; read while training goes on."""
+    return [
+        Streamed(table_file(name, worker), encode_batches(map(to_batch, parts)))
+        for name, parts in tables.snapshots().items()
+    ]
+
+
+def tables_of(
+    folder: Path, tables: Tables, *, state: bool = True
+) -> Iterator[tuple[str, TablePart]]:
+    """The rows of a committed step, from however many workers; whatever does not fit is named.
+    `state`: with what the optimizer keeps, which must be the same one then."""
+    ours = {table.name: dict(table.store.slots.columns) for table in tables}
+    theirs = set(tables_in(folder))
+    problems = [f"it lacks table '{name}'" for name in sorted(ours.keys() - theirs)]
+    problems += [
+        f"it has table '{name}', which the model has not" for name in sorted(theirs - ours.keys())
+    ]
+    if problems:
+        raise CheckpointMismatch(f"{folder} belongs to another model: {'; '.join(problems)}.")
+    for name, columns in ours.items():
+        for batch in read_batches(folder, name):
+            part = from_batch(batch)
+            if not state:
+                # Nor when they were last seen: that is by another run's clock.
+                part = replace(part, lanes={WEIGHTS: part.lanes[WEIGHTS]}, last=None)
+                columns = {WEIGHTS: columns[WEIGHTS]}
+            there = {lane: values.shape[1] for lane, values in part.lanes.items()}
+            if there != columns:
+                raise CheckpointMismatch(
+                    f"{folder} has table '{name}' with {_lanes(there)}; it now has "
+                    f"{_lanes(columns)} (dim or optimizer differ)."
+                )
+            yield name, part
+
+
+def _lanes(columns: Mapping[str, int]) -> str:
+    return ", ".join(f"{name}[{width}]" for name, width in columns.items())
+
+
 def load_model(replica: Replica, folder: Path, weights: str = "trained") -> dict[str, Any]:
     """Weights (or an average of them) and buffers of a committed step; returns the rest of its
     state."""
@@ -80,6 +131,12 @@ def load_model(replica: Replica, folder: Path, weights: str = "trained") -> dict
     passing, state = step_files.read_state(folder)
     replica.buffers.load(passing)
     return state
+
+
+def load_tables(replica: Replica, folder: Path) -> None:
+    """To look at, not to go on from."""
+    if replica.tables:
+        replica.tables.reset(0, tables_of(folder, replica.tables, state=False))
 
 
 def load_all(replica: Replica, folder: Path) -> Any:

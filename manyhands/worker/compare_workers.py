@@ -4,11 +4,14 @@
 from collections.abc import Iterable, Sequence
 
 import msgspec
+from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
 from manyhands.accounting.deal_micro_batches import Cut, MicroBatch
 from manyhands.data.reading.records import Records, sampled_digest
 from manyhands.training.compute import nondeterminism
 from manyhands.training.compute.micro_batch_gradient import Leaf, LossFn, digest
+from manyhands.training.state.layout import share_out
+from manyhands.training.state.module_paths import modules_of
 from manyhands.training.state.optimizer_kinds import how_to_cut
 from manyhands.training.state.replica import Replica
 from manyhands.training.sync.leaf_gradients import LeafGradients
@@ -17,6 +20,7 @@ from manyhands.values.config import TrainConfig
 from manyhands.values.errors import EmbeddingsDiffer, TaskError
 from manyhands.values.kernels import Kernels
 from manyhands.values.messages import Built
+from manyhands.values.server_config import ServerConfig
 from manyhands.values.task import Task
 from manyhands.worker.watched_feed import WatchedFeed
 
@@ -24,7 +28,8 @@ from manyhands.worker.watched_feed import WatchedFeed
 def describe(replica: Replica, records: Records, kernels: Kernels) -> bytes:
     """For a worker that has just built these."""
     marks = nondeterminism.marks(replica.parameters)
-    built = Built(replica.layout.digest, marks, sampled_digest(records), kernels.marks)
+    layout = replica.layout.digest + replica.tables.mark()
+    built = Built(layout, marks, sampled_digest(records), kernels.marks)
     return msgspec.msgpack.encode(built)
 
 
@@ -46,14 +51,27 @@ def compare(described: Sequence[bytes]) -> list[Built]:
     return built
 
 
-def notes(replica: Replica, task: Task, train: TrainConfig, built: Sequence[Built]) -> list[str]:
+def notes(
+    replica: Replica,
+    task: Task,
+    train: TrainConfig,
+    built: Sequence[Built],
+    servers: ServerConfig | None = None,
+) -> list[str]:
     """What a person should know before the first step: what may make results differ, and what
     looks at several records at once."""
     found = [*replica.notes, *nondeterminism.private_generators(replica.model, task.data)]
-    found += _seen_together(replica, task, train)
+    found += _seen_together(replica, train)
     cut, because = how_to_cut(replica.optimizer)
     if cut == "nowhere" and len(built) > 1:
         found.append(f"the optimizer's work is not shared out: {because}")
+    if servers is not None:
+        shares = share_out(replica.layout, servers.count, cut=cut)
+        if idle := sum(not spans for spans in shares):
+            found.append(
+                f"{idle} of the {servers.count} servers get nothing to update: the model's weights "
+                "cannot be cut into so many near equal parts. What has nothing stands by"
+            )
     alike = [b.marks for b in built if b.kernels == built[0].kernels]
     if (note := nondeterminism.unlike(built[0].marks, alike)) is not None:
         found.append(note)
@@ -64,14 +82,18 @@ UNLIKE = 2
 """In place of a digest: what another worker computed is not what comes out here."""
 
 
-def _seen_together(replica: Replica, task: Task, train: TrainConfig) -> list[str]:
-    """How many records a BatchNorm sees, where that is not the batch. What a batch loss sees is
-    in the plan."""
-    if not replica.buffers.norms or train.micro_batches == 1:
+def _seen_together(replica: Replica, train: TrainConfig) -> list[str]:
+    """How many records a BatchNorm sees, where that is not the batch. One that goes by what it has
+    seen before, as in eval, sees none. What a batch loss sees is in the plan."""
+    norms = [m for _, m in modules_of(replica.model) if isinstance(m, _BatchNorm)]
+    if train.micro_batches == 1 or not any(m.training or m.running_mean is None for m in norms):
         return []
-    plain = task.batch_loss is None
-    who = "BatchNorm and in-batch negatives see" if plain else "BatchNorm sees"
-    return [f"{who} {train.micro_batch_size} records (train.micro_batch)"]
+    seen = f"BatchNorm sees {train.micro_batch_size} records (train.micro_batch)"
+    if train.micro_batch is not None:
+        return [seen]
+    return [
+        f"{seen}, not the batch's {train.batch}; --set train.micro_batch={train.batch} keeps that"
+    ]
 
 
 class Recheck:
@@ -104,7 +126,8 @@ class Recheck:
             self._clean_up()
             return UNLIKE
         self.moment("leaf")
-        found = digest(trainable, leaf)
+        rows = [t for g in replica.tables.take_gradients() for t in g.tensors()]
+        found = digest(trainable, leaf, rows)
         self._clean_up()
         return found
 
@@ -120,10 +143,14 @@ class Recheck:
         for index in indices:
             self._compute(cut, index)
             gradients = [self.replica.parameters[place.name].grad for place in places]
+            rows = self.replica.tables.take_gradients()
             self._clean_up()
             for place, gradient in zip(places, gradients, strict=True):
                 if gradient is not None and not gradient.to_dense().isfinite().all():
                     return index, place.name
+            for table, gradient in zip(self.replica.tables, rows, strict=True):
+                if not gradient.rows.isfinite().all():
+                    return index, table.name
         return None
 
     def _compute(self, cut: Cut, index: int) -> Leaf:

@@ -13,6 +13,7 @@ import signal
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from functools import partial
@@ -21,8 +22,10 @@ from pathlib import Path
 import msgspec
 import torch
 
+from manyhands.checkpoint.table_files import tables_in
 from manyhands.data.open_data import make_ready
 from manyhands.data.reading.micro_batch_feed import held_out_ids
+from manyhands.data.reading.not_finite_values import not_finite_values
 from manyhands.launch.engines.nursery import Nursery
 from manyhands.launch.wire.control_channel import WorkerChannel
 from manyhands.launch.wire.heartbeat import Heartbeat, TakesNotes
@@ -31,10 +34,12 @@ from manyhands.training.collective.collective import PRIVATE
 from manyhands.training.collective.handshake import PeerListener
 from manyhands.training.compute.kernel_marks import fix_kernels, kernels_here
 from manyhands.training.compute.nondeterminism import PlainState
+from manyhands.training.state.bare_step import without_dynamo
+from manyhands.training.state.layout import most_shares
+from manyhands.training.state.optimizer_kinds import how_to_cut
 from manyhands.training.state.param_groups import groups_to_json
-from manyhands.training.state.rate_after_epoch import rates_ahead
-from manyhands.training.state.sharded_optimizer import without_dynamo
-from manyhands.training.sync.sync import Place
+from manyhands.training.state.rate_after_epoch import rates_ahead, refuse_short_schedules
+from manyhands.training.sync.sync import Place, SavedTables
 from manyhands.values import errors
 from manyhands.values.bounded_types import SOME, fitting
 from manyhands.values.machine import machine, peak_memory_bytes
@@ -47,11 +52,11 @@ from manyhands.values.messages import (
     Ready,
     RoundPart,
     Testimony,
-    View,
 )
 from manyhands.values.planned_faults import Fault
 from manyhands.values.printable_text import printable
 from manyhands.values.run_folder import RunDir
+from manyhands.values.view import View
 from manyhands.values.work_in_hand import WorkInHand
 from manyhands.values.worker_orders import Orders
 from manyhands.values.world import World
@@ -59,6 +64,8 @@ from manyhands.worker import checkpoint_part, compare_workers
 from manyhands.worker.build_worker import WorkerParts, build_worker
 from manyhands.worker.carried_files import fetch, fetch_step
 from manyhands.worker.readers.reader_process import read_ahead
+from manyhands.worker.readers.stream_reader import read_stream
+from manyhands.worker.readers.stream_ring import has_ring
 from manyhands.worker.report_trouble import WatchedListener, trouble_of
 from manyhands.worker.step_hooks import StepHooks
 
@@ -79,6 +86,12 @@ def main(orders: bytes, mark: TakesNotes | None = None) -> int:
         return 1
     finally:
         worker.close()
+
+
+def companion(orders: bytes, to_follow: int) -> Callable[[], object] | None:
+    """What the host agent runs beside the workers of its host: whoever reads a stream for all."""
+    given = msgspec.msgpack.decode(orders, type=Orders)
+    return partial(read_stream, given, to_follow) if has_ring(given) else None
 
 
 def _may_read(orders: Orders) -> bool:
@@ -108,7 +121,9 @@ class TrainingWorker:
         if train.portable:
             fix_kernels()
         torch.set_num_threads(train.threads)
-        self.kernels = kernels_here(portable=train.portable, precision=train.precision)
+        self.kernels = kernels_here(
+            portable=train.portable, precision=train.precision, compiles=train.compile
+        )
         without_dynamo()
         self._go_when_told()
         self.parts = parts = build_worker(
@@ -132,6 +147,7 @@ class TrainingWorker:
             except errors.Broken as error:
                 broken, lost = True, error.lost
                 self._log_line(f"view {view.generation} is over: {error}")
+            self.replica.tables.detach()  # before anybody may have what we owned
             self.channel.send(self.heartbeat.beat())  # what was done, before what is to come
             self.channel.send(
                 Ready(
@@ -158,6 +174,7 @@ class TrainingWorker:
                 cache=shared.identity if shared is not None else "",
                 shards=shared.address if shared is not None else "",
                 kernels=self.kernels,
+                most_servers=self._most_servers(),
             )
         )
 
@@ -171,7 +188,7 @@ class TrainingWorker:
         rank = view.rank_of(self.number)
         assert rank is not None
         self.world = view.world_of(rank)
-        parts.feed.ahead.workers_here = self.world.local_ranks
+        parts.feed.ahead.enter(self.world, view.generation)
         self.heartbeat.begin("join", self.replica.step)
         self.heartbeat.leads = self.world.leads
         self.heartbeat.forget_times()
@@ -187,6 +204,8 @@ class TrainingWorker:
             view.secret,
             view.measure,
             changes=view.changes,
+            heard=view.halts,
+            due=self.hooks.due,
         )
         if view.fresh:
             place = self._restored(place, view.restore)
@@ -212,12 +231,18 @@ class TrainingWorker:
         if view.audit is not None:
             self._testify(view, view.audit, parts)
 
+    def _most_servers(self) -> int:
+        cut, _ = how_to_cut(self.replica.optimizer)
+        return 0 if self.replica.tables else most_shares(self.replica.layout, cut=cut) or 0
+
     def _compare(self, view: View, parts: WorkerParts) -> None:
         """Workers must be alike; before the first step people are told what may make them not."""
         built = compare_workers.compare(view.built)
         if self.world.leads and view.generation == 1:
             train = self.orders.config.train
-            for note in compare_workers.notes(self.replica, parts.task, train, built):
+            refuse_short_schedules(self.replica.schedules, self.orders.steps)
+            servers = self.orders.config.servers
+            for note in compare_workers.notes(self.replica, parts.task, train, built, servers):
                 self.tell(note)
             if not view.restore:
                 for line in rates_ahead(self.replica.schedules, parts.feed.feed.batches_per_epoch):
@@ -239,17 +264,33 @@ class TrainingWorker:
         if self.world.host > 0:  # the first host's state becomes everybody's
             return replace(place, fresh=step or 0)
         if step is None:
-            if self.orders.start_from is not None:
-                checkpoint_part.load_weights(self.replica, self._fetched(self.orders.start_from))
-            return replace(place, fresh=0)
+            if self.orders.start_from is None:
+                return replace(place, fresh=0)
+            checkpoint_part.load_weights(self.replica, self._fetched(self.orders.start_from))
+            return replace(place, fresh=0, tables=self._tables_beside(self.orders.start_from))
         shares = self.orders.shares
         folder = self.run.step(step) if shares else fetch_step(self.channel, self.run, step)
         stream = checkpoint_part.load_all(self.replica, folder)
         assert self.parts is not None, "who has a place has built everything"
-        self.parts.feed.feed.resume_stream(stream)
+        self.parts.feed.resume_stream(stream)
         entries = partial(checkpoint_part.entries_of, folder)
         averages = partial(checkpoint_part.averages_of, folder, self.replica.averages)
-        return replace(place, fresh=step, entries=entries, averages=averages)
+        tables = partial(checkpoint_part.tables_of, folder, self.replica.tables)
+        return replace(place, fresh=step, entries=entries, averages=averages, tables=tables)
+
+    def _tables_beside(self, file: str) -> SavedTables | None:
+        """Rows that were saved with these weights: without them a model of tables is another."""
+        tables = self.replica.tables
+        if not tables:
+            return None
+        folder = Path(file).parent
+        if not self.orders.shares or not tables_in(folder):
+            raise errors.ConfigError(
+                f"train.start_from: {file} has no tables beside it"
+                + ("" if self.orders.shares else " that this host could read")
+                + f", and the model has {', '.join(table.name for table in tables)} (mh.Embedding)."
+            )
+        return partial(checkpoint_part.tables_of, folder, tables, state=False)
 
     def _fetched(self, file: str) -> str:
         """A file of the driver's host, as this one sees it."""
@@ -339,18 +380,28 @@ class TrainingWorker:
             assert parts.held_out is not None, "who evaluates has something to evaluate"
             return held_out_ids(parts.held_out, self.orders.config.evaluation_batch, work.index)
 
+        def not_finite(work: WorkInHand, records: list[int]) -> str:
+            """Nothing that goes wrong in looking hides what is looked for."""
+            assert self.parts is not None, "asked only when there is a feed"
+            with suppress(Exception):
+                batch = self.parts.feed.batch_again(work.step, work.index)
+                return not_finite_values(batch, records)
+            return ""
+
         if isinstance(error, errors.GradientNotFinite):
             error = self._located(error)
-        self.channel.send(trouble_of(error, self.heartbeat, self.world.rank, ids))
+        self.channel.send(trouble_of(error, self.heartbeat, self.world.rank, ids, not_finite))
 
     def _located(self, error: errors.GradientNotFinite) -> errors.GradientNotFinite:
         """With the micro-batch and the parameter: those of this worker are computed again."""
         owner, step, *_ = error.args
-        if self.parts is None or owner != self.world.rank:
-            return error
-        mine = self.sync.indices(self.parts.feed.cut(step))
-        found = self.parts.auditor.first_not_finite(step, mine)
-        return error if found is None else errors.GradientNotFinite(owner, step, *found)
+        found: tuple[int | None, str | None] | None = None
+        if self.parts is not None and owner == self.world.rank:
+            mine = self.sync.indices(self.parts.feed.cut(step))
+            found = self.parts.auditor.first_not_finite(step, mine)
+        servers = self.orders.config.servers
+        apart = servers is not None and servers.merges
+        return errors.GradientNotFinite(owner, step, *(found or (None, None)), apart=apart)
 
     def _log_line(self, text: str) -> None:
         with suppress(OSError):  # the disk may be what is full

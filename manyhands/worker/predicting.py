@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch.nn import Module
 
 from manyhands.data.columns.schema import RECORD_BITS
+from manyhands.data.encoding.unseen_values import UnseenValues
 from manyhands.data.open_data import open_task
 from manyhands.data.ordering.epoch_order import RecordVisit
 from manyhands.data.reading.records import Records
@@ -83,6 +84,8 @@ class PredictedRows:
     absent: frozenset[str]
     """Columns that none of these records has."""
     results: list[scores.BatchResult] = field(default_factory=list[scores.BatchResult])
+    unseen: dict[str, UnseenValues] = field(default_factory=dict[str, UnseenValues])
+    """By column: values that encoders do not know, where records are scored."""
 
 
 class Predictor:
@@ -124,7 +127,8 @@ class Predictor:
 
     def _reader(self) -> RawReader:
         assert self._serving is not None
-        return RawReader(self._serving, self._wishes.keep, self._wishes.scored)
+        scored = self._wishes.scored
+        return RawReader(self._serving, self._wishes.keep, with_label=scored, counts=scored)
 
     def _of_piece(self, piece: EncodedPiece) -> PredictedRows:
         assert self._serving is not None
@@ -138,7 +142,7 @@ class Predictor:
             outputs.append(named)
             results += result
         table = _in_order(piece, outputs, named_file=self._wishes.name_files)
-        return PredictedRows(table, bool(outputs), piece.bad, piece.absent, results)
+        return PredictedRows(table, bool(outputs), piece.bad, piece.absent, results, piece.unseen)
 
     # ---- records of the task's own
 
@@ -188,8 +192,7 @@ class Predictor:
             raise
         except Exception as error:
             raise RunFailed(
-                f"predicting records {first + 1:,} to {max(numbers, default=-1) + 1:,} of {where} "
-                f"failed.\n"
+                f"predicting records {first:,} to {max(numbers, default=0):,} of {where} failed.\n"
                 f"{user_traceback(error)}"
             ) from error
 
@@ -242,6 +245,7 @@ def _in_order(
             for name in table.column_names
             if name not in said
         }
+        rest |= dict(zip(piece.kept.column_names, piece.kept_of_bad.columns, strict=True))
         both = pa.table({name: (said | rest)[name] for name in table.column_names})
         order = merged_rows(piece.numbers, [b.record for b in piece.bad])
         table = pa.concat_tables([table, both]).take(pa.array(order))

@@ -23,6 +23,7 @@ from manyhands.data.shards.manifest import Manifest
 from manyhands.data.sources.cutting.source import Bad
 from manyhands.evaluation import scores
 from manyhands.launch.shipping import ship_task
+from manyhands.training.compute.kernel_marks import fix_kernels
 from manyhands.values.config import RunConfig
 from manyhands.values.errors import TaskError
 from manyhands.values.loaded_task import Loaded
@@ -73,16 +74,17 @@ def predictor_of(order: PredictionOrder, task: Task) -> Predictor:
 # ---- there and back
 
 
-def send(order: PredictionOrder, loaded: Loaded, folder: Path) -> None:
-    """Put down what processes need."""
+def send(order: PredictionOrder, loaded: Loaded, folder: Path, *, many: bool = False) -> None:
+    """Put down what processes need. `many`: some are on other hosts."""
     fd = os.open(folder / TASK, os.O_CREAT | os.O_RDWR, 0o600)
     try:
-        parcel = ship_task.pack(loaded, fd)
+        parcel = ship_task.pack(loaded, fd, many=many)
     finally:
         os.close(fd)
     if parcel.source is not None and order.wishes.held_out:
         raise TaskError(
-            "the task's data cannot be sent to other processes; predict with one: --workers 1."
+            "the task's data cannot be sent to other processes; predict with one, here: "
+            "--workers 1 --engine local."
         )
     (folder / ORDER).write_bytes(pickle.dumps((order, parcel)))
 
@@ -94,29 +96,37 @@ _ready: dict[str, tuple[Predictor, ExitStack]] = {}
 def compute_part(folder: str, number: int, work: RawWork | RecordsWork) -> PredictedPart:
     """In a process of its own."""
     if folder not in _ready:
-        _ready[folder] = _begun(Path(folder))
+        order, predictor = begun(Path(folder))
+        for_good = ExitStack()
+        for_good.enter_context(computing(order.config, predictor.model))
+        _ready[folder] = predictor, for_good
     predictor, _ = _ready[folder]
     path = Path(folder) / f"{number:08}.part"
     with open(path, "wb") as file:
         for rows in predictor.rows(work):
-            _put(file, rows)
+            put_rows(file, rows)
         nbytes = file.tell()
     return PredictedPart(str(path), nbytes)
 
 
-def _begun(folder: Path) -> tuple[Predictor, ExitStack]:
+def begun(
+    folder: Path, *, step: Path | None = None, exactly: bool = False
+) -> tuple[PredictionOrder, Predictor]:
+    """What was put down there, built. `step`: where the saved step is here. `exactly`: a portable
+    run is refused, not warned about, where this process cannot compute so any more."""
     order: PredictionOrder
     order, parcel = pickle.loads((folder / ORDER).read_bytes())  # by our own driver
+    if step is not None:
+        order = msgspec.structs.replace(order, step=str(step))
+    if exactly and order.config.train.portable:
+        fix_kernels()
     score_portably(order.config, 2)
     fd = os.open(folder / TASK, os.O_RDONLY)
     try:
         task = ship_task.unpack(parcel, fd)
     finally:
         os.close(fd)
-    predictor = predictor_of(order, task)
-    for_good = ExitStack()
-    for_good.enter_context(computing(order.config, predictor.model))
-    return predictor, for_good
+    return order, predictor_of(order, task)
 
 
 class _RowsHeader(msgspec.Struct, frozen=True, array_like=True):
@@ -127,7 +137,7 @@ class _RowsHeader(msgspec.Struct, frozen=True, array_like=True):
     nbytes: int
 
 
-def _put(file: BinaryIO, rows: PredictedRows) -> None:
+def put_rows(file: BinaryIO, rows: PredictedRows) -> None:
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, rows.table.schema) as writer:
         writer.write_table(rows.table)
@@ -146,12 +156,13 @@ def part_rows(part: PredictedPart) -> Iterator[PredictedRows]:
     """What a process put down; the file is gone when all of it has been read."""
     with open(part.file, "rb") as file:
         os.unlink(part.file)
-        while size := file.read(8):
-            header = msgspec.msgpack.decode(
-                file.read(int.from_bytes(size, "little")), type=_RowsHeader
-            )
-            table = pa.ipc.open_stream(pa.py_buffer(file.read(header.nbytes))).read_all()
-            results = scores.decode([header.results])
-            yield PredictedRows(
-                table, header.predicted, header.bad, frozenset(header.absent), results
-            )
+        yield from rows_in(file)
+
+
+def rows_in(file: BinaryIO) -> Iterator[PredictedRows]:
+    """What `put_rows` wrote."""
+    while size := file.read(8):
+        header = msgspec.msgpack.decode(file.read(int.from_bytes(size, "little")), type=_RowsHeader)
+        table = pa.ipc.open_stream(pa.py_buffer(file.read(header.nbytes))).read_all()
+        results = scores.decode([header.results])
+        yield PredictedRows(table, header.predicted, header.bad, frozenset(header.absent), results)

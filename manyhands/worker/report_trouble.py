@@ -43,22 +43,25 @@ def trouble_of(
     heartbeat: Heartbeat,
     rank: int,
     ids: Callable[[WorkInHand], list[int]],
+    not_finite: Callable[[WorkInHand, list[int]], str],
 ) -> Trouble:
-    """What went wrong here, for the supervisor. `ids` are those of the records in hand."""
+    """What went wrong here, for the supervisor. `ids` are those of the records in hand;
+    `not_finite` tells which of them hold NaN or infinity themselves."""
     work, records, symptom = heartbeat.work, list[int](), False
     if isinstance(error, LossNotFinite):
-        owner, step, index, loss, _ = error.args
+        owner, step, index, loss, *_ = error.args
         known = index is not None
         work = WorkInHand("compute", step, index) if known else WorkInHand("batch_loss", step)
         records = ids(work) if known else []
-        error = LossNotFinite(owner, step, index, loss, records)
         symptom = owner != rank  # every worker sees it; the one that computed it reports it
+        because = not_finite(work, records) if known and not symptom else ""
+        error = LossNotFinite(owner, step, index, loss, records, because)
     elif isinstance(error, GradientNotFinite):
-        owner, step, index, name, _ = error.args
+        owner, step, index, name, _, apart = error.args
         known = index is not None
         work = WorkInHand("compute", step, index) if known else WorkInHand("update", step)
         records = ids(work) if known else []
-        error = GradientNotFinite(owner, step, index, name, records)
+        error = GradientNotFinite(owner, step, index, name, records, apart)
         symptom = owner not in (None, rank)
     elif work.has_records:
         records = ids(work)

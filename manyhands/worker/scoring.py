@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a task is scored on its held-out records, while it trains and afterwards."""
 
+import copy
 import math
 import warnings
 from collections.abc import Iterable, Iterator
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn import Module
 
 from manyhands.data.open_data import open_task
 from manyhands.data.reading.micro_batch_feed import held_out_batches, on_device
@@ -17,15 +19,15 @@ from manyhands.launch.wire.control_channel import WorkerChannel
 from manyhands.training.compute import micro_batch_gradient
 from manyhands.training.compute.kernel_marks import fix_kernels
 from manyhands.training.compute.seeds import seed_everything
+from manyhands.training.memory.memory import Memory
 from manyhands.training.state.build_optimizer import build_optimizer
-from manyhands.training.state.memory import Memory
 from manyhands.training.state.replica import Replica, build_model
 from manyhands.values.config import RunConfig
 from manyhands.values.errors import RequestError
 from manyhands.values.messages import Reply, RoundPart, Scored
 from manyhands.values.task import Task, objective_of
 from manyhands.values.world import World
-from manyhands.worker.checkpoint_part import load_model
+from manyhands.worker.checkpoint_part import load_model, load_tables
 
 
 def evaluation_of(task: Task, config: RunConfig) -> scores.Evaluation:
@@ -76,9 +78,11 @@ def measured(task: Task, config: RunConfig, folder: Path, world: World) -> list[
     torch.set_num_threads(config.train.threads)  # part of the bits
     try:
         seed_everything(config.train.seed, "model")
-        model = build_model(task.model)
-        replica = Replica(model, build_optimizer(task, model), None, Memory(None), cpu)
+        given = copy.deepcopy(task.model) if isinstance(task.model, Module) else task.model
+        model, seed = build_model(given), config.train.seed
+        replica = Replica(model, build_optimizer(task, model), None, Memory(None), cpu, seed=seed)
         load_model(replica, folder, config.scored_weights)
+        load_tables(replica, folder)
         batches = batches_of(held_out, config, my_indices(held_out, config, world), cpu)
         return scores.measure(evaluation_of(task, config), model, batches)
     finally:

@@ -5,14 +5,15 @@ and leaving the loop when all have been asked to."""
 import math
 from collections.abc import Callable
 
-from manyhands.checkpoint.saver import Content, Saver
+from manyhands.checkpoint.saver import Content, Saver, Streamed
 from manyhands.launch.wire.control_channel import WorkerChannel
 from manyhands.training.compute.nondeterminism import PlainState
 from manyhands.training.loop import Hook
 from manyhands.training.state.phased_optimizer import acting
 from manyhands.training.state.replica import Replica, StepFacts
 from manyhands.values.config import EvaluateConfig, live_settings
-from manyhands.values.messages import Passed, View
+from manyhands.values.messages import Passed, RoundPart
+from manyhands.values.view import View
 from manyhands.values.worker_orders import Orders
 from manyhands.values.world import World
 from manyhands.worker import checkpoint_part
@@ -74,6 +75,8 @@ class StepHooks:
         replica, facts = self.parts.replica, self.parts.replica.facts
         if facts is not None and facts.step == replica.step - 1 and self.logged < replica.step:
             self._log(replica, facts)
+        if not self.parts.sync.held().whole:
+            return False  # what is missing comes first
         if self.view.stop and replica.step < self.orders.steps:
             self.because = "stopped"
             return True
@@ -86,6 +89,16 @@ class StepHooks:
         if self.saved_at != replica.step:
             self._save_when_due(replica)
         return bool(enough)
+
+    def due(self, done: int) -> int:
+        """After how many steps, of which `done` are, the hooks next do something that all workers
+        must do at the same step."""
+        evaluate, every = self._evaluates, [self.config.checkpoint.every_steps]
+        if evaluate is not None:
+            every.append(evaluate.every_steps or self.parts.feed.feed.batches_per_epoch)
+        found = [(done // n + 1) * n for n in every if n is not None]
+        found += [step for step in self.view.journal if step > done]
+        return min([self.orders.steps, *found])
 
     def all(self) -> list[Hook]:
         return [
@@ -104,7 +117,16 @@ class StepHooks:
         self.saver.drain()  # before scoring: whatever a score does, the weights are safe
         wanted = self.parts.held_out is not None and self.because != "stopped"
         if wanted and self.scored_at != replica.step:
+            self._see_all_saved()
             self._evaluate(replica)
+
+    def _see_all_saved(self) -> None:
+        """A score that fails on one worker ends all of them: not before each has told what it has
+        written."""
+        round = f"saved-{self.view.generation}"
+        worker = self.orders.worker
+        self.channel.send(RoundPart(worker=worker, round=round, payload=b"", to_all=True))
+        self.channel.reply(round)
 
     # ---- the hooks
 
@@ -118,7 +140,8 @@ class StepHooks:
         epoch = self.parts.feed.epochs_done(replica.step)
         groups = acting(replica.optimizer, facts.step).param_groups
         lr = float(groups[0].get("lr", math.nan))
-        heartbeat.stepped(replica.step, epoch, facts.loss, lr, facts.records, dict(facts.numbers))
+        numbers = dict(facts.numbers)
+        heartbeat.stepped(replica.step, epoch, facts.loss, lr, facts.records, numbers, facts.read)
         if facts.skipped and self.world.leads:
             self.channel.send(Passed(worker=self.orders.worker, step=facts.step, why=facts.skipped))
         first, self.logged = self.logged < 0, replica.step
@@ -128,16 +151,22 @@ class StepHooks:
                 self.tell(note)
 
     def _evaluate_when_due(self, replica: Replica, facts: StepFacts | None = None) -> bool:
-        evaluate = self.config.evaluate
-        if evaluate is None and replica.schedules.on_scores and not self.orders.replays:
-            evaluate = EvaluateConfig()  # schedules wait for scores
-        if evaluate is None or self.parts.held_out is None:
+        evaluate = self._evaluates
+        if evaluate is None:
             return False
         if evaluate.every_steps is None:
             due = self.parts.feed.feed.ends_epoch(replica.step - 1)
         else:
             due = replica.step % evaluate.every_steps == 0
         return due and self._evaluate(replica, heard=True)
+
+    @property
+    def _evaluates(self) -> EvaluateConfig | None:
+        """When to, while it trains."""
+        evaluate, schedules = self.config.evaluate, self.parts.replica.schedules
+        if evaluate is None and schedules.on_scores and not self.orders.replays:
+            evaluate = EvaluateConfig()  # schedules wait for scores
+        return evaluate if self.parts.held_out is not None else None
 
     def _evaluate(self, replica: Replica, *, heard: bool = False) -> bool:
         """Score the held-out records together; True when the supervisor says to stop. `heard`:
@@ -172,18 +201,24 @@ class StepHooks:
 
     def _save(self, replica: Replica) -> None:
         self.moment("save")
-        contents: list[Content] = []
+        contents: list[Content | Streamed] = []
         if self.world.host == 0:
             held = self.parts.sync.held()
-            contents.append(checkpoint_part.optimizer_part(self.orders.worker, held.entries))
+            worker = self.orders.worker
+            contents.append(checkpoint_part.optimizer_part(worker, held.entries))
+            contents += checkpoint_part.table_parts(replica.tables, worker)
         if self.world.leads:
-            stream = self.parts.feed.feed.stream_state(replica.step)
+            self.channel.send(self.channel.heartbeat.beat())  # what was read, before what is saved
+            stream = self.parts.feed.stream_state(replica.step)
             contents += checkpoint_part.common_part(replica, stream)
         self.saver.save(replica.step, self.view.generation, contents)
         self.saved_at = replica.step
 
     def _leave_when_asked(self, replica: Replica, facts: StepFacts) -> bool:
         """All have heard the same Halt, so all leave after the same step."""
+        if self.view.stop and self.parts.sync.held().whole and replica.step < self.orders.steps:
+            self.because = "stopped"  # which had to wait for what was missing
+            return True
         done = replica.step >= self.orders.steps or self.because != ALL_DONE
         self.halting = self.channel.told_to_halt(self.view.halts, facts.agreed) and not done
         return self.halting

@@ -18,11 +18,14 @@ from torch.nn import Module
 
 from manyhands.checkpoint import step_files
 from manyhands.training.compute.seeds import seed_everything
+from manyhands.training.memory.memory import Memory
 from manyhands.training.state.module_buffers import kind_of
 from manyhands.training.state.replica import build_model
+from manyhands.training.state.rows.tables import Tables
 from manyhands.values.errors import CheckpointMismatch
 from manyhands.values.plain_names import plain_name
 from manyhands.values.task import Task
+from manyhands.worker.checkpoint_part import tables_of
 
 TRAINED = "trained"
 
@@ -37,6 +40,8 @@ def trained_model(task: Task, folder: Path, seed: int, weights: str = TRAINED) -
         seed_everything(seed, "model")
         model = build_model(given)
     take(model, tensors, where=str(folder))
+    tables = Tables(model, Memory(None), seed)
+    tables.reset(0, tables_of(folder, tables, state=False))
     passing, _ = step_files.read_state(folder)
     with torch.no_grad():
         buffers = _by_plain_name(dict(model.named_buffers(remove_duplicate=False)))

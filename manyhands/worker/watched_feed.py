@@ -4,6 +4,7 @@
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -55,6 +56,7 @@ class WatchedFeed:
             self.moment("compute")
             self.ahead.plan(step, mine[k:])
             micro_batch = self.unwatched(step, index)
+            started += self.ahead.waited_s  # which does not make this worker a slow one
             yield micro_batch
             self.drag(step.step, time.perf_counter() - started)
             self._took[index] = time.perf_counter() - started
@@ -100,9 +102,24 @@ class WatchedFeed:
         moved = on_device(micro_batch.batch, self.device)
         return dataclasses.replace(micro_batch, batch=moved)
 
+    def batch_again(self, step: int, index: int) -> Any:
+        """What a micro-batch held, fetched anew; None: a stream has gone too far."""
+        cut, stream = self.feed.cut(step), self.ahead.stream
+        if stream is None or self.feed.goes_on_with(cut, index):
+            return self.feed.fetch(cut, index)
+        return stream.look_back(cut, index)
+
     def ids(self, step: int, index: int) -> list[int]:
         """Which records a micro-batch holds, whoever computes it: they follow from the step."""
         return list(self.feed.ids(self.feed.cut(step), index))
 
     def epochs_done(self, step: int) -> float:
         return self.feed.epochs_done(step)
+
+    def stream_state(self, step: int) -> list[Any] | None:
+        """Where a stream is, for a checkpoint of the steps before `step`."""
+        return None if self.ahead.stream is None else self.ahead.stream.state(step)
+
+    def resume_stream(self, saved: Any) -> None:
+        if self.ahead.stream is not None:
+            self.ahead.stream.resume(saved)

@@ -18,7 +18,7 @@ import msgspec
 
 from manyhands.values.bounded_types import NotUnderstood
 from manyhands.values.errors import RequestError
-from manyhands.values.messages import Settings
+from manyhands.values.view import Settings
 
 MOST_BYTES = 1 << 16
 MOST_CALLERS = 32
@@ -26,7 +26,9 @@ MOST_CALLERS = 32
 
 
 class Scale(msgspec.Struct, frozen=True, tag=True):
-    workers: int
+    workers: int | None = None
+    servers: int | None = None
+    """None: as many as now."""
 
 
 class Change(msgspec.Struct, frozen=True, tag=True):

@@ -14,12 +14,14 @@ from manyhands.driver.live.command_socket import (
     Scale,
     StopRun,
 )
+from manyhands.driver.supervise.servers import servers_in
 from manyhands.driver.supervise.speed_control import SpeedControl
 from manyhands.driver.supervise.worker_states import Situation
 from manyhands.values import events
 from manyhands.values.credentials import new_secret
 from manyhands.values.errors import RequestError
-from manyhands.values.messages import Settings
+from manyhands.values.machine import MOST_RANKS
+from manyhands.values.view import Settings
 
 IsDone = Callable[[], str | None]
 """Is it done? If so, what to tell whoever asked for it."""
@@ -82,8 +84,8 @@ class LiveRequests:
     def _obey(self, ask: Ask) -> IsDone:
         now = self.now
         match ask:
-            case Scale(workers=workers):
-                return self._scale(workers)
+            case Scale(workers=workers, servers=servers):
+                return self._scale(now.wanted if workers is None else workers, servers)
             case Change(settings=settings):
                 return self._change(settings)
             case Pause():
@@ -117,8 +119,25 @@ class LiveRequests:
         self.tell(events.Hosted(host=host, what="is dropped by hand, for good"))
         return lambda: told if not any(worker.alive for worker in there) else None
 
-    def _scale(self, workers: int) -> IsDone:
+    def _scale(self, workers: int, servers: int | None) -> IsDone:
         now = self.now
+        if servers is not None and not now.servers:
+            raise RequestError(
+                "this run has no servers: its workers update the weights themselves. Stop it, and "
+                "resume it with --sync server."
+            )
+        serving = now.servers if servers is None else servers
+        if (servers is not None and servers < 1) or workers + serving > MOST_RANKS:
+            raise RequestError(
+                f"{workers} workers and {serving} servers: at least one of each, and no more than "
+                f"{MOST_RANKS} together."
+            )
+        most = max((worker.most_servers for worker in now.workers.values()), default=0)
+        if servers is not None and 0 < most < servers:
+            raise RequestError(
+                f"{servers} servers: this model's weights are shared out in {most} parts at the "
+                "most, and the others would have nothing to update."
+            )
         if workers < 1 or now.most < workers <= now.micro_batches:
             raise RequestError(f"this run can use 1 to {now.most} workers, not {workers}.")
         if workers > now.micro_batches:
@@ -128,11 +147,21 @@ class LiveRequests:
             )
         before, now.wanted, self.room, now.failed_starts = now.wanted, workers, None, 0
         now.least = min(now.least, workers)
-        self.want(workers)
-        self.tell(events.Scaled(before=before, workers=workers, step=now.step))
+        now.servers = now.servers if servers is None else servers
+        self.want(workers + now.serving)
+        scaled = events.Scaled(before=before, workers=workers, step=now.step, servers=servers)
+        self.tell(scaled)
+        also = f" and {now.serving} servers" * (servers is not None)
+
+        def in_force() -> bool:
+            if now.view is None or not now.running:
+                return False
+            hands, serving = workers + now.serving, now.serving
+            return (len(now.view.members), servers_in(now.view)) == (hands, serving)
+
         return lambda: (
-            f"{workers} worker{'s' * (workers != 1)} since step {now.first_step}"
-            if now.running and len(now.members()) == workers
+            f"{workers} worker{'s' * (workers != 1)}{also} since step {now.first_step}"
+            if in_force()
             else None
         )
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from manyhands.values.config import RunConfig, live_settings
 from manyhands.values.errors import ConfigError
-from manyhands.values.messages import Settings
+from manyhands.values.view import Settings
 
 
 class LiveSettings:

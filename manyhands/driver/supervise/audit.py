@@ -27,6 +27,9 @@ class Judgement:
     """Nobody gets the same result twice: it is the task, not a worker."""
 
 
+THE_TASK = "the task keeps something from one micro-batch to the next outside of buffers"
+
+
 def judge(testimonies: dict[int, tuple[int, ...]]) -> Judgement:
     """From what each worker computed, twice, for the same micro-batch."""
     unsteady = sorted(w for w, digests in testimonies.items() if len(set(digests)) > 1)
@@ -35,8 +38,9 @@ def judge(testimonies: dict[int, tuple[int, ...]]) -> Judgement:
     if not steady or (len(unsteady) > 1 and len(unsteady) * 2 >= count):
         text = (
             "the same micro-batch gives other gradients each time, on every worker: the task is "
-            "not a pure function of its records and seeds. Look for a random generator of its "
-            "own, the time, or an operation that is not deterministic."
+            "not a pure function of its records and seeds. Look for what it keeps from one "
+            "micro-batch to the next outside of buffers (a list, a counter), a random generator "
+            "of its own, the time, or an operation that is not deterministic."
         )
         return Judgement({}, text, hopeless=True)
     guilty = {w: "it does not get the same gradients twice" for w in unsteady}
@@ -48,12 +52,15 @@ def judge(testimonies: dict[int, tuple[int, ...]]) -> Judgement:
         alike = f"{len(steady)} workers computed the same bits"
         return Judgement(guilty, alike)
     if len(ranked[0]) == len(ranked[1]):
-        return Judgement(guilty, "workers do not agree, and there is no majority", more=True)
+        text = (
+            f"workers do not agree, and there is no majority: one computes wrongly, or {THE_TASK}"
+        )
+        return Judgement(guilty, text, more=True)
     right = len(ranked[0])
     for group in ranked[1:]:
         for worker in group:
             guilty[worker] = f"it computes other gradients than {right} other workers"
-    return Judgement(guilty, f"{len(guilty)} of {count} workers compute wrongly")
+    return Judgement(guilty, f"{len(guilty)} of {count} workers compute wrongly, unless {THE_TASK}")
 
 
 class Audit:
@@ -107,7 +114,7 @@ class Audit:
             rank=self.now.rank_of(message.worker),
             worker=message.worker,
             pid=self.now.workers[message.worker].pid,
-            host="",
+            host=self.now.workers[message.worker].host_name,
             step=message.step,
             what=text,
             noticed_by="an audit",

@@ -106,6 +106,8 @@ def cause_of_loss(now: Situation, worker: WorkerState, before: int | None = None
     if ended is None:
         what, advice = "it keeps losing its connection to the others", "Look at the workers' logs."
         noticed = "the worker itself reported it"
+        if now.audit is not None:
+            what, advice, noticed = now.audited, "", "audits, one after the other"
     else:
         what, advice, detail = _of_exit(ended)
         noticed = "the host agent saw it end"

@@ -3,8 +3,9 @@
 
 from dataclasses import dataclass
 
-from manyhands.values.messages import Left, View
+from manyhands.values.messages import Left
 from manyhands.values.verdict import Cause
+from manyhands.values.view import View
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@
 from itertools import accumulate
 
 from manyhands.accounting.deal_micro_batches import deal
-from manyhands.driver.supervise.membership import LEAST_MEASURED_S
+from manyhands.driver.supervise.uneven_deal import LEAST_MEASURED_S
 from manyhands.driver.supervise.worker_states import Situation, WorkerState
 from manyhands.values import events
 from manyhands.values.messages import Measured

@@ -28,11 +28,9 @@ notes that it did, and asks again until the answer is Wait. A worker goes throug
 | the deal is uneven, stop or pause is asked for      | and nothing is computed in vain          |
 """
 
-from collections import Counter
-from collections.abc import Iterable
 from itertools import combinations
 
-from manyhands.accounting.deal_micro_batches import deal
+from manyhands.driver.supervise.cut_off_hosts import cut_off
 from manyhands.driver.supervise.death_causes import (
     GRACE_S,
     cause_of_loss,
@@ -43,7 +41,6 @@ from manyhands.driver.supervise.death_causes import (
 from manyhands.driver.supervise.decisions import (
     BreakView,
     Decision,
-    DropHost,
     Fence,
     Finish,
     GiveUp,
@@ -52,10 +49,21 @@ from manyhands.driver.supervise.decisions import (
     StartWorkers,
     Wait,
 )
+from manyhands.driver.supervise.servers import (
+    all_here_in_words,
+    choose_servers,
+    computing_among,
+    dealt_nothing,
+    servers_in,
+    wanted_in_words,
+    with_servers,
+)
+from manyhands.driver.supervise.uneven_deal import UNEVEN, speeds_of, uneven
 from manyhands.driver.supervise.unlike_hosts import to_turn_away
 from manyhands.driver.supervise.worker_states import Limits, Situation, WorkerState
-from manyhands.values.messages import Keeper, Left, Member, Trouble, View
+from manyhands.values.messages import Left, Trouble
 from manyhands.values.verdict import Cause, ranks_in_words
+from manyhands.values.view import Keeper, Member, View
 
 MOST_FAILED_STARTS = 3
 
@@ -69,7 +77,7 @@ def decide(now: Situation) -> Decision:
         return fence
     if (count := _lacking(now)) > 0:
         return StartWorkers(count)
-    if (drop := to_turn_away(now) or _cut_off(now)) is not None:
+    if (drop := to_turn_away(now) or cut_off(now)) is not None:
         return drop
     if now.broken is None and (lost := _lost(now)) is not None:
         return lost
@@ -101,7 +109,9 @@ def _hopeless(now: Situation) -> Cause | None:
         return cause_of_loss(now, ended[-1])
     # Who was told to go is no reason to hope: nobody can be started to take its place.
     anybody = any(w.alive and (now.stop or not w.leaving) for w in now.workers.values())
-    never_worked = now.failed_starts >= MOST_FAILED_STARTS and not (now.begun and anybody)
+    alive = [w for w in now.workers.values() if w.alive]
+    few = len(alive) < _least_together(now) or (now.merges and not _able_among(now, alive))
+    never_worked = now.failed_starts >= MOST_FAILED_STARTS and (few or not (now.begun and anybody))
     if ended and (never_worked or now.losses > now.limits.losses):
         return cause_of_loss(now, min(ended, key=lambda w: w.ended_s))
     broken = [w for w in now.members() if w.broken]
@@ -176,7 +186,7 @@ def patience_with(worker: WorkerState, limits: Limits) -> tuple[float, str]:
 
 def _lacking(now: Situation) -> int:
     """How many workers to start."""
-    if now.stop and now.begun and any(w.alive for w in now.workers.values()):
+    if now.stop and now.begun and _able_among(now, [w for w in now.workers.values() if w.alive]):
         return 0
     if now.begun and not now.replaceable:
         return 0
@@ -188,8 +198,21 @@ def _lacking(now: Situation) -> int:
     if ending:  # one is enough to finish what somebody did not
         unfinished = any(w.left is None for w in now.members())
         return 1 if unfinished and not staying else 0
-    most = now.wanted + now.witnesses
+    most = now.hands
     return max(0, (most if now.capacity is None else min(most, now.capacity)) - len(staying))
+
+
+def _least_together(now: Situation) -> int:
+    """With fewer no view can train: where workers are at different steps one serves, and another
+    computes. What somebody did not finish at the end, one can."""
+    ending = any(w.left is not None for w in now.workers.values())
+    return 2 if now.merges and not ending else 1
+
+
+def _able_among(now: Situation, members: list[WorkerState]) -> int:
+    """How many of these can do what is left to be done: compute, or finish what others did not."""
+    ending = now.merges and _least_together(now) == 1
+    return len(members) if ending else computing_among(now, members)
 
 
 def _may_have_finished(worker: WorkerState) -> bool:
@@ -199,42 +222,6 @@ def _may_have_finished(worker: WorkerState) -> bool:
 
 
 # ---- losses
-
-LINK_S = 0.5
-"""How long to wait for other signs when a connection between two hosts has failed."""
-MUTE_S = 1.0
-"""A host of which nothing was heard for so long since a connection to it failed is gone."""
-
-
-def _cut_off(now: Situation) -> DropHost | None:
-    """One of two hosts that have lost their connection to each other: the one that is mute since
-    then, or (both live) the one that has lost more of them; among equals, the one that came last.
-    The driver's own host stays.
-    """
-    members = [w for w in now.members() if w.alive]
-    hosts = {w.at: w for w in reversed(members)}
-    links: set[frozenset[str]] = set()
-    for worker in members:
-        others = [at for at in worker.lost if at in hosts and at != worker.at]
-        if not worker.broken or worker.phase_s < LINK_S:
-            continue
-        for other in sorted(others):
-            # Who has answered since would have told of a worker that died.
-            pair = (worker.at, other)
-            mute = [at for at in pair if hosts[at].host_silent_s >= worker.phase_s]
-            if len(mute) == 1 and worker.phase_s >= MUTE_S:
-                name = hosts[mute[0]].host_name
-                return DropHost(mute[0], f"{name} does not answer, and its connections have ended")
-            if not mute:
-                links.add(frozenset(pair))
-    if not links:
-        return None
-    failed = Counter(at for link in links for at in link)
-    order = list(dict.fromkeys(w.at for w in members))
-    worst = max(failed, key=lambda at: (at != "", failed[at], order.index(at)))
-    link = min(sorted(link) for link in links if worst in link)
-    names = " and ".join(sorted(hosts[at].host_name for at in link))
-    return DropHost(worst, f"{names} both answer, but do not reach each other")
 
 
 def _lost(now: Situation) -> BreakView | None:
@@ -250,7 +237,9 @@ def _lost(now: Situation) -> BreakView | None:
             return BreakView(f"{who}: {cause.what}", cause)
     for worker in now.members():
         # Who made it so may not have been seen to end yet; an audit is nobody's end.
-        if worker.broken and (worker.phase_s >= GRACE_S or now.audit is not None):
+        if worker.broken and now.audit is not None:
+            return BreakView("workers computed a micro-batch differently", None)
+        if worker.broken and worker.phase_s >= GRACE_S:
             return BreakView(f"worker {worker.number} lost its connection to others", None)
     return None
 
@@ -277,11 +266,15 @@ def _next_view(now: Situation) -> View | None:
     staying = [w for w in candidates if now.stop or not w.leaving]
     coming = [w for w in everyone if w.alive and w.phase == "starting"]
     survivors = [w for w in staying if w.phase == "ready"]
-    enough = now.least if not now.witnesses else now.wanted + now.witnesses
-    if not staying or (coming and len(survivors) < enough):
+    enough = now.least if not now.witnesses else now.hands
+    able = len(survivors) if now.witnesses else _able_among(now, survivors)
+    if not staying or (coming and able < enough):
         return None
-    if now.capacity is not None and len(staying) < now.least and not now.stop:
+    able = _able_among(now, staying)
+    if now.capacity is not None and able < now.least and not now.stop:
         return None  # hosts that would bring them may still come
+    if able < 1:
+        return None
     heirs = len(staying)
     if now.begun and not any(now.holds(w) for w in staying):
         if any(w.at in now.held for w in coming):
@@ -293,7 +286,7 @@ def _next_view(now: Situation) -> View | None:
         return not now.holds(worker), not ready, now.rank_of(worker.number), worker.number
 
     chosen = sorted(staying, key=seniority)
-    chosen = chosen[: now.wanted + now.witnesses + len(staying) - heirs]
+    chosen = chosen[: now.hands + len(staying) - heirs]
     return make_view(now, by_host(chosen))
 
 
@@ -330,7 +323,9 @@ def make_view(now: Situation, chosen: list[WorkerState]) -> View:
     speeds = speeds_of(chosen) if now.rebalance else [1.0] * len(chosen)
     if same and now.view is not None:
         speeds = list(now.better) or now.view.speeds
-    because = now.broken or now.halted or _all_here(len(chosen))
+    speeds = with_servers(speeds, choose_servers(now, chosen))
+    serving = sum(speed == 0 for speed in speeds)
+    because = now.broken or now.halted or all_here_in_words(len(chosen) - serving, serving)
     return View(
         generation=generation,
         members=members,
@@ -365,13 +360,7 @@ def not_measured(now: Situation, hosts: list[str]) -> bool:
     return any(frozenset(pair) not in now.measured for pair in combinations(hosts, 2))
 
 
-def _all_here(count: int) -> str:
-    return f"all {count} workers are here" if count > 1 else "the worker is here"
-
-
 # ---- reasons to halt
-
-UNEVEN = "the deal is uneven: workers are not equally fast"
 
 
 def _reason_to_halt(now: Situation) -> str | None:
@@ -390,63 +379,16 @@ def _reason_to_halt(now: Situation) -> str | None:
         return "settings change: " + ", ".join(f"{k} = {v}" for k, v in now.changes.items())
     if now.audit is not None:
         return "an audit was asked for"
-    if len(members) > now.wanted + now.witnesses:
-        return f"{now.wanted} workers are wanted"
+    if len(members) > now.hands:
+        return wanted_in_words(now.wanted, now.serving)
+    if now.view is not None and servers_in(now.view) != dealt_nothing(now, members):
+        return wanted_in_words(now.wanted, now.serving)
     joining = [w for w in everyone if w.alive and w.phase == "waiting"]
     coming = [w for w in everyone if w.alive and w.phase == "starting"]
     patient = coming and all(w.phase_s < now.limits.join_s for w in joining)
-    if joining and len(members) < now.wanted and not patient:
+    if joining and len(members) < now.hands - now.witnesses and not patient:
         numbers = ", ".join(str(w.number) for w in joining)
         return f"worker {numbers} joins" if len(joining) == 1 else f"workers {numbers} join"
     if now.rebalance and uneven(now):
         return UNEVEN
     return None
-
-
-LEAST_GAIN = 1.1
-LEAST_MEASURED_S, MOST_MEASURED_S = 2.0, 60.0
-
-
-def uneven(now: Situation) -> bool:
-    """Whether dealing by measured speeds would make steps at least a tenth quicker."""
-    if now.view is None or now.measured_s < patience_s(now):
-        return False
-    members = now.members()
-    times = [w.micro_batch_s for w in members]
-    if len(members) < 2 or not all(times):
-        return False
-    return deal_time(now.micro_batches, now.view.speeds, times) > LEAST_GAIN * deal_time(
-        now.micro_batches, speeds_of(members), times
-    )
-
-
-def patience_s(now: Situation) -> float:
-    """How long to measure before the members are dealt anew. Where speeds change all the time, each
-    deal in vain doubles it: the next one would be no better, and costs a view."""
-    members = tuple(w.number for w in now.members())
-    times = now.redealt[1] if now.redealt[0] == members else 0
-    return min(MOST_MEASURED_S, LEAST_MEASURED_S * 2 ** min(times, 10))
-
-
-def redealt(now: Situation) -> tuple[tuple[int, ...], int]:
-    """What to remember when the members are dealt anew. A deal that held for a minute was good."""
-    members = tuple(w.number for w in now.members())
-    held = now.measured_s >= patience_s(now) + MOST_MEASURED_S
-    in_a_row = 0 if held or now.redealt[0] != members else now.redealt[1]
-    return members, in_a_row + 1
-
-
-def deal_time(micro_batches: int, speeds: Iterable[float], times: Iterable[float]) -> float:
-    """How long the slowest worker takes over its share."""
-    ranges = deal(micro_batches, tuple(speeds))
-    return max(len(r) * t for r, t in zip(ranges, times, strict=True))
-
-
-def speeds_of(workers: list[WorkerState]) -> list[float]:
-    """Relative to the fastest, in twentieths; one that was not measured counts as average."""
-    known = sorted(w.micro_batch_s for w in workers if w.micro_batch_s > 0)
-    if not known:
-        return [1.0] * len(workers)
-    usual = known[len(known) // 2]
-    times = [w.micro_batch_s or usual for w in workers]
-    return [max(0.05, round(20 * min(times) / t) / 20) for t in times]

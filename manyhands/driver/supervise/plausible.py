@@ -23,7 +23,9 @@ from manyhands.values.messages import (
     Hello,
     Left,
     Measured,
+    Merged,
     Passed,
+    Read,
     Ready,
     RoundPart,
     Scored,
@@ -34,7 +36,9 @@ from manyhands.values.messages import (
 )
 from manyhands.values.work_in_hand import WorkInHand
 
-FromMembers = Begun | Ready | Measured | RoundPart | Scored | Testimony | Passed | Drew | Left
+FromMembers = (
+    Begun | Ready | Measured | RoundPart | Scored | Testimony | Passed | Merged | Drew | Read | Left
+)
 
 
 def objection(
@@ -56,13 +60,24 @@ def objection(
     match message:
         case Hello():
             return _of_hello(worker, message)
-        case Begun() | Scored() | Passed() if members[0] != worker.number:
+        case Begun() | Scored() | Passed() | Merged() if members[0] != worker.number:
             return "it speaks as the leader of its view, and is not"
-        case Beat(steps=log, losses=losses, loss=loss, work=work):
+        case Drew() if not now.samples:
+            return "it speaks of a sampler, and the task has none"
+        case Read() if not now.streams:
+            return "it speaks of a stream, and the task's data is none"
+        case Merged() if not now.merges:
+            return "it speaks of merged steps, and none are merged in this run"
+        case Beat(load=load) if load is not None and not now.servers:
+            return "it speaks as a server, and this run has none"
+        case Beat(steps=log, losses=losses, reads=reads, loss=loss, work=work):
             led = any(worker.number == members[0] for members in views.values())
-            if not led and (log or losses or loss is not None):
+            if not led and (log or losses or reads or loss is not None):
                 return "it speaks as the leader of its view, and is not"
-            if any(s > steps for s in (*(record.step for record in log), *(s for s, _ in losses))):
+            if reads and not now.streams:
+                return "it speaks of a stream, and the task's data is none"
+            told = (*(record.step for record in log), *(s for s, _ in (*losses, *reads)))
+            if any(s > steps for s in told):
                 return f"it speaks of steps that there are not; there are {steps}"
             return odd_work(now, work, steps=steps)
         case Written(attempt=attempt) | StoreFile(attempt=attempt):

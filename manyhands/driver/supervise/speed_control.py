@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import mean
 
+from manyhands.driver.supervise.servers import servers_in
 from manyhands.driver.supervise.worker_states import Situation
 from manyhands.planning.pace.deadline import Aim
 from manyhands.planning.pace.workers_for_speed import (
@@ -69,14 +70,15 @@ class SpeedControl:
         """Mark, step and time, when a step was last seen to be done."""
         self._fresh = False
         """Something was measured since the last choice."""
-        want(situation.wanted)
+        want(situation.wanted + situation.serving)
 
     def observe(self) -> None:
         """Between two steps of one view without an evaluation nothing else takes time."""
         now, at = self.now, time.monotonic()
         if now.view is None or not now.running:
             return
-        mark, workers = (now.view.generation, now.scored), len(now.view.members)
+        mark = (now.view.generation, now.scored)
+        workers = len(now.view.members) - servers_in(now.view)
         if self._seen is not None and now.step <= self._seen[1]:
             return
         seen, self._seen = self._seen, (mark, now.step, at)
@@ -125,7 +127,7 @@ class SpeedControl:
             wanted, self.measured, here.at, self.least, self.most, by=self.aim.by(clock)
         )
         if choice.value != self.choice.value:
-            self.want(choice.value)
+            self.want(choice.value + self.now.serving)
         self.choice = choice
         stays = min(choice.value, room) <= here.workers <= choice.value
         if choice.enough is False and stays and not self.unmet:

@@ -8,7 +8,7 @@ if it takes workers, otherwise that of the first worker; once training has begun
 from manyhands.driver.supervise.decisions import DropHost
 from manyhands.driver.supervise.worker_states import ComputingHost, Situation, WorkerState
 from manyhands.values import events
-from manyhands.values.kernels import unlike
+from manyhands.values.kernels import COMPILED, in_words, unlike
 
 
 def first_host(now: Situation) -> ComputingHost | None:
@@ -41,6 +41,16 @@ def _unlike(now: Situation, first: ComputingHost) -> list[tuple[WorkerState, lis
     return [(worker, kinds) for worker, kinds in compared if kinds]
 
 
+def _cure(kinds: list[str], *, compiles: bool) -> str:
+    if kinds == [COMPILED]:
+        return (
+            " Give both the same C++ compiler (CXX says which), C library and settings of "
+            "torch.compile, or leave train.compile out."
+        )
+    without = " Without train.compile," if compiles else ""
+    return f"{without} --set train.portable=true has both compute alike, more slowly."
+
+
 class UnlikeHosts:
     """Tells of each of them once, and what can be done."""
 
@@ -61,11 +71,11 @@ class UnlikeHosts:
         assert worker.kernels is not None
         name = worker.host_name
         text = (
-            f"{name} computes otherwise than {first.name}, with other bits in {', '.join(kinds)} "
+            f"{name} computes otherwise than {first.name}, with {in_words(kinds)} "
             f"({name}: {worker.kernels.words}; {first.name}: {first.kernels.words}), so the "
             "weights depend on who computes what."
         )
-        cure = " --set train.portable=true has both compute alike, more slowly."
+        cure = _cure(kinds, compiles=bool(first.kernels.compiler))
         if self.now.unlike == "warn":
             return f"{text}{cure}"
         return (

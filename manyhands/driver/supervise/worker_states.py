@@ -9,8 +9,9 @@ from typing import Any, Literal
 
 from manyhands.launch.engines.fork_agent import WorkerExit
 from manyhands.values.kernels import Kernels
-from manyhands.values.messages import Left, Settings, Trouble, View
+from manyhands.values.messages import Left, Trouble
 from manyhands.values.verdict import Cause
+from manyhands.values.view import Settings, View
 from manyhands.values.work_in_hand import WorkInHand
 
 Phase = Literal["starting", "waiting", "in", "ready", "left", "gone"]
@@ -53,6 +54,8 @@ class WorkerState:
     built: bytes = b""
     kernels: Kernels | None = None
     """What it computes with, when it has said so."""
+    most_servers: int = 0
+    """More than these would have nothing to update in a model like its own; 0: any number."""
     step: int = 0
     exit: WorkerExit | None = None
     trouble: Trouble | None = None
@@ -109,6 +112,18 @@ class Situation:
     """Everything the supervisor has learnt."""
 
     wanted: int
+    """So many are to compute, ..."""
+    servers: int = 0
+    """... and so many to serve: they update the weights for those who compute."""
+    merges: bool = False
+    """Workers are at different steps: the first member of each host serves, and some other
+    computes."""
+    hosts: int = 1
+    """So many have room for workers."""
+    samples: bool = False
+    """Workers may run a sampler of the user's own, and say what it drew."""
+    streams: bool = False
+    """Workers may read a stream, and say what it gave."""
     least: int = 1
     """With fewer, training waits for replacements."""
     replaceable: bool = True
@@ -176,6 +191,16 @@ class Situation:
     """Workers beyond those wanted, because two do not agree and nobody knows who is right."""
     unsteady: Cause | None = None
     """An audit found that nobody gets the same result twice."""
+
+    @property
+    def serving(self) -> int:
+        """How many servers are to be in a view."""
+        return max(self.servers, self.hosts) if self.merges else self.servers
+
+    @property
+    def hands(self) -> int:
+        """How many processes are to be in a view."""
+        return self.wanted + self.serving + self.witnesses
 
     def members(self) -> list[WorkerState]:
         """Of the current view, by rank."""

@@ -7,8 +7,12 @@ run's memory (memfds it inherited), tells the driver when a worker ends and how,
 driver: when the socket to it closes, or its process ends, it kills its workers and goes. What a
 worker had started ends with the worker, in whatever session it is.
 
+Beside the workers of a run it may keep one more process, their companion, which works for all of
+them: it outlives any of them, is forked again when it is killed, and ends with the last.
+
 Run as `python -m manyhands.launch.engines.fork_agent SOCKET_FD ENTRY DRIVER`, where ENTRY names the
-worker's main and DRIVER is the process that started us.
+worker's main (`companion`, beside it, gives what the companion does) and DRIVER is the process that
+started us.
 """
 
 import ctypes
@@ -109,6 +113,12 @@ UNREAPED_S = 3.0
 ORPHANS_S = 1.0
 """How long what a worker left behind is waited for."""
 
+COMPANIONS = 4
+"""So many are forked in a run, one after the other, before there is none any more."""
+
+Companion = Callable[[bytes, int], Callable[[], object] | None]
+"""What is to run beside a worker with these orders, if anything; so many more may follow it."""
+
 
 def die_with_parent() -> None:
     """Linux: be killed when the thread that started this process ends. The agent has one thread, so
@@ -129,9 +139,15 @@ class Agent:
         driver: int,
         entry: Callable[[bytes, WorkMark], int],
         note: str = "",
+        companion: "Companion | None" = None,
     ) -> None:
         """`driver`: its pidfd. `note`: what a person should know about this host."""
-        self.note = note
+        self.note, self.companion = note, companion
+        self.beside: int | None = None
+        """The companion's process."""
+        self.beside_as: StartWorker | None = None
+        """The first worker's orders, which are the companion's too."""
+        self.companions_left = 0
         self.channel, self.driver, self.entry, self.pid = channel, driver, entry, os.getpid()
         self.selector = selectors.DefaultSelector()
         self.selector.register(channel, selectors.EVENT_READ)
@@ -155,7 +171,10 @@ class Agent:
                     if key.fileobj == self.driver:
                         return
                     if key.fileobj is not self.channel:
-                        self._reap(key.data)
+                        if key.data == self.beside:
+                            self._replace_companion()
+                        elif key.data in self.workers:
+                            self._reap(key.data)
                         continue
                     data = self.channel.recv(MAX_MESSAGE)
                     if not data:
@@ -163,6 +182,7 @@ class Agent:
                     self._obey(decode_to_agent(data))
                 self._write_off()
         finally:
+            self._end_companion()
             for pid in self.workers:
                 self._kill(pid)
             self.workers.clear()
@@ -171,6 +191,10 @@ class Agent:
     def _obey(self, order: ToAgent) -> None:
         match order:
             case StartWorker():
+                if len(self.workers) == len(self.written_off):  # the first of a run
+                    self._end_companion()
+                    self.beside_as, self.companions_left = order, COMPANIONS
+                    self._start_companion()
                 mark = WorkMark()
                 try:
                     pid = os.fork()
@@ -200,15 +224,14 @@ class Agent:
             os.killpg(pid, signal.SIGKILL)
 
     def _reap(self, pid: int) -> None:
-        for key in list(self.selector.get_map().values()):
-            if key.data == pid:
-                self.selector.unregister(key.fileobj)
-                os.close(key.fd)
+        self._watch_no_more(pid)
         # What the worker itself had started. Until it is reaped nobody else has its number.
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
         worker = self.workers.pop(pid)
+        if not self.workers:
+            self._end_companion()
         self._end_orphans()
         self.condemned.pop(pid, None)
         if pid in self.written_off:  # its end was told before it came
@@ -232,7 +255,8 @@ class Agent:
         """Whatever is our child and no worker was left behind by one that has ended. Those that do
         not end now (a disk that does not answer) are looked at again when the next worker ends."""
         deadline = time.monotonic() + ORPHANS_S
-        while orphans := [pid for pid in _children(self.pid) if pid not in self.workers]:
+        kept = {*self.workers, self.beside}
+        while orphans := [pid for pid in _children(self.pid) if pid not in kept]:
             for pid in orphans:
                 with suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
@@ -241,6 +265,58 @@ class Agent:
             if time.monotonic() > deadline:
                 return
             time.sleep(0.001)
+
+    # ---- the companion
+
+    def _start_companion(self) -> None:
+        """If one is wanted; nobody depends on it, so it may fail."""
+        assert self.beside_as is not None
+        if self.companion is None or self.companions_left == 0:
+            return
+        life = self.companion(self.beside_as.orders, self.companions_left - 1)
+        if life is None:
+            return
+        self.companions_left -= 1
+
+        def live() -> int:
+            life()
+            return 0
+
+        with suppress(OSError):  # of processes or memory there are no more
+            pid = os.fork()
+            if pid == 0:
+                self._become(self.beside_as, live)
+            self.beside = pid
+            self.selector.register(os.pidfd_open(pid), selectors.EVENT_READ, pid)
+
+    def _replace_companion(self) -> None:
+        """It has ended. By itself: it has no more to do. Otherwise there is another."""
+        if self._end_companion() != 0 and self.workers:
+            self._start_companion()
+
+    def _end_companion(self) -> int:
+        """How it ended. It writes nothing any more on return: another may write where it did. (One
+        that sits in the kernel is not waited for: it will not come back from there.)"""
+        if self.beside is None:
+            return 0
+        self._watch_no_more(self.beside)
+        self._kill(self.beside)
+        deadline, status = time.monotonic() + ORPHANS_S, 0
+        while time.monotonic() < deadline:
+            ended, status = os.waitpid(self.beside, os.WNOHANG)
+            if ended:
+                break
+            time.sleep(0.001)
+        self.beside = None
+        return os.waitstatus_to_exitcode(status)
+
+    def _watch_no_more(self, pid: int) -> None:
+        for key in list(self.selector.get_map().values()):
+            if key.data == pid:
+                self.selector.unregister(key.fileobj)
+                os.close(key.fd)
+
+    # ----
 
     def _write_off(self) -> None:
         """Report those as ended who were killed and whose threads all sit in the kernel.
@@ -262,6 +338,10 @@ class Agent:
 
     def _become_worker(self, order: StartWorker, mark: WorkMark) -> None:
         """In the child; never returns."""
+        self._become(order, lambda: self.entry(order.orders, mark))
+
+    def _become(self, order: StartWorker, live: Callable[[], int]) -> None:
+        """In a child; never returns."""
         code = 1
         try:
             die_with_parent()
@@ -283,7 +363,7 @@ class Agent:
             if order.folder:
                 os.chdir(order.folder)
                 sys.path.insert(0, order.folder)
-            code = self.entry(order.orders, mark)
+            code = live()
         except BaseException:
             traceback.print_exc()
         finally:
@@ -359,13 +439,15 @@ def main() -> None:
         with gone_with(driver):
             importlib.import_module("torch")  # the point of this process
 
-            entry = getattr(importlib.import_module(module), function)
+            found = importlib.import_module(module)
+            entry = getattr(found, function)
+            companion = getattr(found, "companion", None)
     except Exception as error:
         channel.send(encode(AgentUnable(f"{type(error).__name__}: {error}")))
         return
     note = spare_workers()
     gc.freeze()  # workers need not look at (and so copy) what they all have in common
-    Agent(channel, driver, entry, note).serve()
+    Agent(channel, driver, entry, note, companion).serve()
 
 
 if __name__ == "__main__":

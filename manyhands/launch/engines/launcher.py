@@ -77,6 +77,8 @@ class HostsNow:
 
     capacity: int | None = None
     """For how many workers there is room; None: for as many as are wanted."""
+    count: int = 1
+    """On so many hosts."""
     silent_s: Mapping[str, float] = field(default_factory=dict[str, float])
     """For how long hosts have not answered, by `WorkerPlace.at`."""
 

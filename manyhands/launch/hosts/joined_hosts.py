@@ -142,7 +142,8 @@ class JoinedHosts:
         now = time.monotonic()
         ready = [h.guest.here.slots for h in self.others.values() if h.guest.settled is not None]
         silent = {key: max(0.0, now - host.guest.heard) for key, host in self.others.items()}
-        return HostsNow(self.here_slots + sum(ready), silent)
+        count = len(ready) + (self.here_slots > 0)
+        return HostsNow(self.here_slots + sum(ready), count, silent)
 
     def drop(self, at: str, because: str) -> None:
         """Until it comes back as somebody new, each time later: it may be no better then."""

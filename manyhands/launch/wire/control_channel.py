@@ -39,12 +39,12 @@ from manyhands.values.messages import (
     Reply,
     SaveNow,
     StoreFile,
-    View,
     decode_from_supervisor,
     decode_from_worker,
     encode,
 )
 from manyhands.values.printable_text import printable
+from manyhands.values.view import View
 from manyhands.values.worker_orders import Keys
 
 BEAT_S = 0.25

@@ -13,6 +13,7 @@ from typing import Protocol
 from manyhands.values.bounded_types import SOME
 from manyhands.values.messages import Beat, StepRecord
 from manyhands.values.printable_text import printable
+from manyhands.values.server_load import ServerLoad
 from manyhands.values.user_frames import user_stack
 from manyhands.values.work_in_hand import Kind, WorkInHand
 
@@ -48,7 +49,10 @@ class Heartbeat:
         self._times: deque[float] = deque(maxlen=15)
         self._log: list[StepRecord] = []
         self._losses: list[tuple[int, float]] = []
+        self._reads: list[tuple[int, int]] = []
         self._last = (time.monotonic(), 0)
+        self.load: Callable[[], ServerLoad | None] = lambda: None
+        """What this worker did as a server since that was last asked."""
         self._handing_over = threading.Lock()
 
     @property
@@ -86,6 +90,7 @@ class Heartbeat:
         lr: float,
         records: int,
         numbers: dict[str, float],
+        read: int = 0,
     ) -> None:
         self.begin("rest", step)
         self.step, self.loss = step, loss
@@ -94,6 +99,8 @@ class Heartbeat:
             return
         with self._handing_over:
             self._losses.append((step, loss))
+            if read:
+                self._reads.append((step - 1, read))
             if step % self.log_every == 0 or step == 1:
                 self._log.append(StepRecord(step, epoch, loss, lr, self.records, numbers))
 
@@ -103,6 +110,7 @@ class Heartbeat:
             self._last = (now, self.computed)
             log, self._log = self._log[:MOST_STEPS], self._log[MOST_STEPS:]
             losses, self._losses = self._losses[:MOST_STEPS], self._losses[MOST_STEPS:]
+            reads, self._reads = self._reads[:MOST_STEPS], self._reads[MOST_STEPS:]
         times = list(self._times)
         return Beat(
             worker=self.worker,
@@ -110,6 +118,7 @@ class Heartbeat:
             samples_per_s=(self.computed - before) / max(now - then, 1e-9),
             steps=log,
             losses=losses,
+            reads=reads,
             loss=self.loss if self.leads and self.records else None,
             records=self.records,
             progress=self.progress,
@@ -118,6 +127,7 @@ class Heartbeat:
             work=self.work,
             first=self.first,
             where=self._where(now),
+            load=self.load(),
         )
 
     def _where(self, now: float) -> str:
