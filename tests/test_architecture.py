@@ -158,7 +158,8 @@ def test_errors_survive_pickling() -> None:
         errors.LossNotFinite(1, 2, 3, float("inf"), [4, 5]),
         errors.GradientNotFinite(1, 2, 3, "weight", [4, 5]),
         errors.UnevenBuffer("seen", 7),
-        errors.Interrupted("runs/x", 9),
+        errors.TableFull("user", 10, 9, 2, 7, "rows"),
+        errors.Interrupted("runs/x", 9, "manyhands resume runs/x"),
         errors.RunFailed("why"),
         errors.ConfigError("what"),
     ]

@@ -243,6 +243,9 @@ def test_workers_die_with_a_killed_driver(task: Path, tmp_path: Path, manyhands:
     settings = ["--set", "train.batch=16", "--set", "train.steps=1000000"]
     process = start(task, run, "--workers", "3", *settings, "--set", "checkpoint.every_steps=5")
     status = wait_for_step(run, 8)
+    deadline = time.monotonic() + 60
+    while not list(run.glob("checkpoints/step-*")) and time.monotonic() < deadline:
+        time.sleep(0.05)  # it is written while training goes on
     process.kill()
     process.communicate(timeout=10)
     gone(status)

@@ -54,6 +54,7 @@ from manyhands.values.messages import (
     encode,
 )
 from manyhands.values.run_folder import RunDir
+from manyhands.values.server_load import ServerLoad
 from manyhands.values.work_in_hand import WorkInHand
 from tests.support.situations import view, w
 from tests.support.tasks import make
@@ -127,8 +128,8 @@ class Playing:
         now.view, now.begun, now.running = view(0, 1, 2, hosts=[3]), True, phase == "in"
         now.troubles, now.broken, now.halted, now.audit = [], None, None, None
         now.unsteady, now.losses, now.stop, now.changes = None, 0, False, {}
-        self.supervisor.views = {1: (0, 1, 2)}
-        self.supervisor.parts.clear()
+        self.supervisor.actuator.views = {1: (0, 1, 2)}
+        self.supervisor.rounds.clear()
         for number in now.workers:
             self.supervisor.liveness.start(number)
 
@@ -301,6 +302,10 @@ def test_what_workers_write_cannot_command_a_terminal(
         (beat(WorkInHand("compute", 3, 1 << 40)), "micro-batch 1099511627776 of"),
         (beat(WorkInHand("compute", 3, -1)), "micro-batch -1 of"),
         (beat(WorkInHand("evaluate", 9, 0)), "step 9 of 8"),
+        (
+            msgspec.structs.replace(beat(WorkInHand()), load=ServerLoad(applied=3)),
+            "as a server, and this run has none",
+        ),
     ],
 )
 def test_work_that_there_is_not(playing: Playing, message: FromWorker, because: str) -> None:

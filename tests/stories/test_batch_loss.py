@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
@@ -168,11 +168,31 @@ def test_what_is_seen_together_is_said_at_the_start(go: Go, calm: mh.Report) -> 
     assert "batch_loss sees 32 records" in json.dumps(plan), plan
     data, few = images(n=32), "train.steps=1"
     plain = mh.Task(model=ConvNet, loss=classify, optimizer=sgd, data=data)
-    assert notes(go(few, task=plain, workers=1)) == [
-        "BatchNorm and in-batch negatives see 4 records (train.micro_batch)"
-    ]
+    seen = ["BatchNorm sees 4 records (train.micro_batch)"]
+    assert notes(go(few, task=plain, workers=1)) == seen
     assert notes(go(few, "train.micro_batch=32", task=plain, workers=1)) == []
     assert notes(go(few, task=make("wide"), workers=1)) == []
+    frozen = mh.Task(model=FrozenNorms, loss=classify, optimizer=sgd, data=data)
+    assert notes(go(few, task=frozen, workers=1)) == [], "it goes by what it has seen before"
+    forgetful = mh.Task(model=ForgetfulNorms, loss=classify, optimizer=sgd, data=data)
+    assert notes(go(few, task=forgetful, workers=1)) == seen
+
+
+class FrozenNorms(ConvNet):
+    def train(self, mode: bool = True) -> Self:
+        super().train(mode)
+        self.norm.eval()
+        self.average.eval()
+        return self
+
+
+class ForgetfulNorms(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.head = nn.BatchNorm2d(3, track_running_stats=False), nn.Linear(3, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(x).mean((2, 3)))
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:

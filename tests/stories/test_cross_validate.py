@@ -17,6 +17,7 @@ from manyhands.values.run_options import RunRequest
 GIVEN: dict[str, tuple[Any, list[str]]] = {
     "workers": ("1:3", ["--workers=1:3"]),
     "samples_per_second": (50.0, ["--samples-per-second=50.0"]),
+    "sync": ("server:count=2", ["--sync=server:count=2"]),
     "settings": (("log.csv=true", "train.seed=3"), ["--set=log.csv=true", "--set=train.seed=3"]),
     "params": (("lr=0.1", "width=8"), ["--param=lr=0.1", "--param=width=8"]),
     "engine": ("inline", ["--engine=inline"]),

@@ -382,15 +382,21 @@ def test_a_shuffle_of_another_length() -> None:
 @pytest.mark.parametrize(
     ("config", "settings", "batch", "says"),
     [
-        (None, [], 4, "train.batch = 4, the DataLoader's batch_size"),
-        ({"train": {"micro_batch": 2}}, [], 4, "train.batch = 4, the DataLoader's"),
-        (None, ["train.batch=8"], 8, "train.batch = 8, as the config says; the DataLoader's"),
-        ({"train": {"batch": 5}}, [], 5, "train.batch = 5, as the config says"),
-        (RunConfig(train=TrainConfig(batch=6)), [], 6, "train.batch = 6, as the config says"),
+        (None, [], 4, "train.batch: 4 (the DataLoader's batch_size)"),
+        ({"train": {"micro_batch": 2}}, [], 4, "train.batch: 4 (the DataLoader's"),
+        (None, ["train.batch=8"], 8, "train.batch: 8 (as the config says; the DataLoader's"),
+        ({"train": {"batch": 5}}, [], 5, "train.batch: 5 (as the config says"),
+        (RunConfig(train=TrainConfig(batch=6)), [], 6, "train.batch: 6 (as the config says"),
     ],
 )
 def test_the_batch_of_a_loader_is_used_where_nobody_says_another(
-    config: Any, settings: list[str], batch: int, says: str, launcher: Launcher, tmp_path: Path
+    config: Any,
+    settings: list[str],
+    batch: int,
+    says: str,
+    launcher: Launcher,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     mh.train(
         task(data=DataLoader(PAIRS, batch_size=4, drop_last=True, shuffle=True)),
@@ -402,9 +408,11 @@ def test_the_batch_of_a_loader_is_used_where_nobody_says_another(
         launcher=launcher,
     )
     opened = opening(read(tmp_path / "run" / "ledger.jsonl"))
-    events = (tmp_path / "run" / "events.jsonl").read_text()
     assert (opened.batch, opened.records) == (batch, RECORDS - RECORDS % batch)
-    assert says in events and "leaves out what is no whole batch" in events
+    planned = (tmp_path / "run" / "plan.json").read_text()
+    assert says in planned and "leaves out what is no whole batch" in planned
+    warned = (tmp_path / "run" / "events.jsonl").read_text()
+    assert "DataLoader" not in warned and "DataLoader" not in capfd.readouterr().err
 
 
 def test_a_config_that_says_what_is_the_default_says_it(tmp_path: Path) -> None:
@@ -427,10 +435,10 @@ def test_the_workers_of_a_loader_are_readers_where_nobody_says_other_ones() -> N
     loaded = task(data=DataLoader(PAIRS, num_workers=2))
     resolved = resolve(RunRequest(task=loaded), NOTHING_ATTACHED)
     assert resolved.config.data.readers == 2
-    assert "data.readers = 2, the DataLoader's num_workers" in resolved.notes
+    assert "data.readers: 2 (the DataLoader's num_workers)" in resolved.plan_notes
     for given in ({"settings": ["data.readers=0"]}, {"config": {"data": {"readers": 0}}}):
         resolved = resolve(RunRequest(task=loaded, **given), NOTHING_ATTACHED)
-        assert resolved.config.data.readers == 0 and len(resolved.notes) == 1
+        assert resolved.config.data.readers == 0 and len(resolved.plan_notes) == 1
     resolved = resolve(RunRequest(task=CHOSEN), NOTHING_ATTACHED)
     assert resolved.config.data.readers == "auto"
 

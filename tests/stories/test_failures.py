@@ -3,13 +3,19 @@
 import os
 import resource
 import subprocess
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import Dataset, IterableDataset
 
 import manyhands as mh
+from manyhands.accounting import ledger
+from manyhands.accounting.proof import check
 from manyhands.driver.bookkeeping import Bookkeeping
 from manyhands.launch.engines.launcher import Launcher
 from manyhands.monitor.run_status import status
@@ -72,7 +78,7 @@ def test_a_killed_worker(launcher: Launcher, tmp_path: Path) -> None:
     faults = FaultPlan().kill(rank=1, at_step=5)
     said = verdict_of(launcher, tmp_path / "run", faults=faults, settings=GIVE_UP)
     assert "on rank 1: it was killed by signal 9 (SIGKILL)" in said
-    assert "step 4; continue: manyhands resume" in said
+    assert "step 4; continue: mh.resume(" in said
 
 
 def test_a_killed_worker_over_gloo(launcher: Launcher, tmp_path: Path) -> None:
@@ -108,6 +114,61 @@ def test_a_loss_that_is_nan(launcher: Launcher, tmp_path: Path) -> None:
     assert "the loss is nan at step" in said and "micro-batch" in said
     records = said.split("(records ")[1].split(")")[0].split(", ")
     assert "50" in records and len(records) <= 4
+
+
+def one_is_nan() -> dict[str, torch.Tensor]:
+    columns = images()
+    columns["x"][50].view(-1)[3] = torch.nan
+    return columns
+
+
+class OneIsNan(Dataset[Any]):
+    def __len__(self) -> int:
+        return 101
+
+    def __getitem__(self, k: int) -> dict[str, torch.Tensor]:
+        return {name: column[k] for name, column in one_is_nan().items()}
+
+
+class OneIsNanInAStream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        columns = one_is_nan()
+        for k in range(101):
+            yield {name: column[k] for name, column in columns.items()}
+
+
+class Unreadable(OneIsNan):
+    """Only once."""
+
+    def __init__(self) -> None:
+        self.been: set[int] = set()
+
+    def __getitem__(self, k: int) -> dict[str, torch.Tensor]:
+        if k in self.been:
+            raise OSError("the tape has been rewound")
+        self.been.add(k)
+        return super().__getitem__(k)
+
+
+@pytest.mark.parametrize(
+    "data", [one_is_nan(), OneIsNan(), OneIsNanInAStream()], ids=["columns", "items", "stream"]
+)
+def test_a_record_that_is_nan_itself_is_named(
+    data: Any, launcher: Launcher, tmp_path: Path
+) -> None:
+    task = replace(make("cnn"), data=data, held_out=None)
+    said = verdict_of(launcher, tmp_path / "run", task=task).splitlines()[0]
+    assert ": record 50 holds nan in batch['x'] (of records " in said, said
+    assert "Look there first; otherwise lower the learning rate" in said
+
+
+def test_looking_for_such_a_record_hides_nothing_when_it_fails(
+    launcher: Launcher, tmp_path: Path
+) -> None:
+    task = replace(make("cnn"), data=Unreadable(), held_out=None)
+    settings = ["train.steps=3", "data.readers=0"]
+    said = verdict_of(launcher, tmp_path / "run", task=task, settings=settings).splitlines()[0]
+    assert "the loss is nan at step" in said and "Look at those records first" in said, said
 
 
 def test_an_integer_buffer_that_differs_is_named(launcher: Launcher, tmp_path: Path) -> None:
@@ -150,7 +211,38 @@ def test_a_score_that_fails_does_not_cost_the_weights(launcher: Launcher, tmp_pa
         scores={"wrong": no_score},
     )
     said = verdict_of(launcher, tmp_path / "run", task=task)
-    assert "no attribute 'nothing'" in said and "step 8; continue" in said
+    assert "no attribute 'nothing'" in said and "step 8; when it is mended, continue" in said
+
+
+def test_a_last_score_that_failed_is_made_up_for_by_resuming(
+    launcher: Launcher, tmp_path: Path
+) -> None:
+    """As the verdict says: with the task mended, from the saved last step, without training."""
+
+    def task(predict: Callable[..., Any]) -> mh.Task:
+        return mh.Task(
+            model=ConvNet,
+            loss=classify,
+            optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.01),
+            data=images(),
+            held_out=0.2,
+            predict=predict,
+            scores={"size": lambda predictions, targets: len(targets)},
+        )
+
+    wrong, right = task(lambda m, b: m(b["x"])), task(lambda m, b: (m(b["x"]), b["y"]))
+    to, calm = tmp_path / "run", tmp_path / "calm"
+    said = verdict_of(launcher, to, task=wrong)
+    assert "predict must return two tensors" in said and "step 8; continue: mh.resume(" in said
+    with pytest.raises(mh.RequestError, match="predict must return two tensors"):
+        mh.resume(to, wrong, workers=2, quiet=True, launcher=launcher)
+    again = mh.resume(to, right, workers=2, quiet=True, launcher=launcher)
+    known = mh.train(right, to=calm, workers=1, settings=SETTINGS, quiet=True, launcher=launcher)
+    assert (again.step, again.fingerprint) == (8, known.fingerprint)
+    assert (again.scores, again.loss) == (known.scores, known.loss)
+    assert check(ledger.read(RunDir(to).ledger)).ok
+    with pytest.raises(mh.RequestError, match="is finished"):
+        mh.resume(to, right, workers=2, quiet=True, launcher=launcher)
 
 
 def changing(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> object:

@@ -3,6 +3,7 @@
 import os
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -41,10 +42,15 @@ def disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
 
 def fill(disk: Path, leave: int = 0) -> None:
     """Until there is no room for anything, or for this much."""
-    left = os.statvfs(disk)
-    size = left.f_bavail * left.f_bsize - leave
     with open(disk / "filler", "wb") as file:
-        os.posix_fallocate(file.fileno(), 0, size)
+        full = False
+        while not full:
+            left = os.statvfs(disk)
+            size = left.f_bavail * left.f_bsize - leave
+            with suppress(OSError):  # somebody else has just taken some of it
+                if size > 0:
+                    os.posix_fallocate(file.fileno(), 0, file.seek(0, os.SEEK_END) + size)
+                full = True
 
 
 def test_at_a_save(launcher: Launcher, disk: Callable[[str], Path], tmp_path: Path) -> None:

@@ -134,9 +134,11 @@ def test_a_stopped_run_is_read_as_before(rich: Path, manyhands: Command) -> None
 def test_a_changed_rate_outlives_stopping_and_other_workers(
     rich: Path, launcher: Launcher, manyhands: Command
 ) -> None:
-    """The bits of the steps after it are this processor's own, so they are not compared."""
+    """The bits of the steps after it are this processor's own: they are replayed from the saved
+    step, which is kept."""
     before = len((rich / "events.jsonl").read_text().splitlines())
-    report = mh.resume(rich, workers=3, settings=["train.steps=450"], quiet=True, launcher=launcher)
+    settings = ["train.steps=450", "checkpoint.keep_last=2"]
+    report = mh.resume(rich, workers=3, settings=settings, quiet=True, launcher=launcher)
     assert (report.step, report.workers) == (450, 3)
     lines = (rich / "events.jsonl").read_text().splitlines()[before:]
     rates = [event["lr"] for event in map(json.loads, lines) if event["event"] == "Stepped"]

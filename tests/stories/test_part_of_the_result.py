@@ -25,6 +25,7 @@ pytestmark = pytest.mark.skipif(
 
 OTHER = {
     "train.sync": "alone",
+    "server.count": "2",
     "train.collective": "gloo",
     "train.overlap": "false",
     "train.encrypt": "false",
@@ -70,6 +71,8 @@ OTHER = {
 """Setting → another value than the usual one."""
 
 ELSEWHERE = {
+    "server.mode": "where it is not sync, weights depend on timing; test_merging_servers.py",
+    "server.staleness": "likewise; test_merging_servers.py",
     "train.checkpoint_activations": "keeps the bits, here; test_checkpointed_activations.py",
     "train.compile": "needs a compiler, and time; test_train_compile.py",
     "train.threads": "one more thread rounds a small product as before; docs/exactness.md",

@@ -120,9 +120,13 @@ def test_bad_records_are_named_and_not_lost(folder: Path, tmp_path: Path) -> Non
     assert [r["record"] for r in made] == list(range(149)), "in the order of the file"
     wrong = [r for r in made if r["error"]]
     assert [r["record"] for r in wrong] == [2, 4]
+    places = [text.removeprefix(str(broken)).partition(": ")[0] for text in found.examples]
+    assert [place.split(", ")[1] for place in places] == ["record 2", "record 4"], "as in the rows"
     assert "'old' is no" in wrong[1]["error"] and wrong[1]["p_yes"] is None
     assert all(r["prediction"] in ("yes", "no") for r in made if not r["error"])
-    with pytest.raises(DataError, match=r"(?s)2 bad records:.*record 3.*--on-error list"):
+    with pytest.raises(
+        DataError, match=r"(?s)2 bad records:.*record 2,.*record 4,.*--on-error list"
+    ):
         mh.predict(folder / "run", broken, to=tmp_path / "no.csv", on_error="fail")
     with pytest.raises(DataError, match=r"2 bad records"):
         mh.predict(folder / "run", broken, to=tmp_path / "no.csv", on_error="skip:1")
@@ -132,6 +136,49 @@ def test_bad_records_are_named_and_not_lost(folder: Path, tmp_path: Path) -> Non
     only.write_text("id,user,age,hour\n1,u1,old,3\n")
     table = mh.predict(folder / "run", only).table
     assert table.num_rows == 1 and table.column("error")[0].as_py()
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl"])
+def test_bad_records_are_named_by_their_id_where_it_can_be_read(
+    suffix: str, folder: Path, tmp_path: Path
+) -> None:
+    made = csv.read_csv(folder / "test.csv").to_pylist()
+    made[4] |= {"age": "old"}
+    made[90] |= {"hour": "noon"}
+    made[91] |= {"id": "none", "age": "old"}
+    made[92] |= {"hour": 3.0}  # which is not bad
+    source = tmp_path / f"broken.{suffix}"
+    if suffix == "csv":
+        lines = [",".join(map(str, row.values())) for row in made]
+        lines[7] = "9,u1"  # too few: who knows what is what
+        source.write_text("\n".join([",".join(made[0]), *lines]) + "\n")
+    else:
+        lines = [json.dumps(row) for row in made]
+        lines[7] = '{"id": 9, "user": '
+        source.write_text("\n".join(lines) + "\n")
+    table = mh.predict(folder / "run", source, keep=["user"]).table
+    wrong = [row for row in table.to_pylist() if row["error"]]
+    assert [row["record"] for row in wrong] == [4, 7, 90, 91]
+    ids = [made[4]["id"], None, made[90]["id"], None]
+    users = [made[4]["user"], None, made[90]["user"], made[91]["user"]]
+    assert [row["id"] for row in wrong] == ids and ids[0] is not None
+    assert [row["user"] for row in wrong] == users
+    good = [row for row in table.to_pylist() if not row["error"]]
+    assert [row["id"] for row in good] == [made[row["record"]]["id"] for row in good]
+
+
+def test_ids_of_bad_records_are_theirs_in_files_of_many_pieces(
+    folder: Path, tmp_path: Path
+) -> None:
+    header, *lines = big(folder).read_text().splitlines()
+    broken = [3, 7_000, 7_001, 12_345, 19_999]
+    for k in broken:
+        number, user, _, hour = lines[k].split(",")
+        lines[k] = f"{number}0,{user},old,{hour}"
+    (tmp_path / "broken.csv").write_text("\n".join([header, *lines]) + "\n")
+    table = mh.predict(folder / "run", tmp_path / "broken.csv", memory="1MB").table
+    wrong = [(r["record"], r["id"]) for r in table.to_pylist() if r["error"]]
+    assert wrong == [(k, 10 * k) for k in broken]
 
 
 def test_what_files_may_look_like(folder: Path, tmp_path: Path) -> None:
@@ -289,6 +336,18 @@ def test_other_data_is_scored(folder: Path, tmp_path: Path) -> None:
     assert json.loads(ended.stdout) == pytest.approx(found), ended.stderr
 
 
+def test_values_that_encoders_do_not_know_are_pointed_out(folder: Path, tmp_path: Path) -> None:
+    table = csv.read_csv(folder / "train.csv")
+    users = pa.array(["nobody" if i % 4 else u for i, u in enumerate(table["user"].to_pylist())])
+    place = table.column_names.index("user")
+    csv.write_csv(table.set_column(place, "user", users), tmp_path / "new.csv")
+    told = "feature 'user': 300 of 400 values were not there .*for example 'nobody'"
+    with pytest.warns(UserWarning, match=told):
+        scores = mh.predict(folder / "run", tmp_path / "new.csv", score=True, workers=2).scores
+    with pytest.warns(UserWarning, match=told):
+        assert mh.evaluate(folder / "run", data=tmp_path / "new.csv") == pytest.approx(scores)
+
+
 def test_a_run_predicts_where_its_data_is_gone(folder: Path, tmp_path: Path) -> None:
     before = mh.predict(folder / "run", folder / "test.csv").table
     (folder / "data").rename(folder / "away")
@@ -374,7 +433,7 @@ def test_tasks_whose_data_is_columns(launcher: Launcher, tmp_path: Path) -> None
         mh.predict(to, given, task=make("cnn"))
     failing = mh.Task(**{**vars(task), "predict": lambda m, b: b["nothing"]})
     with pytest.raises(
-        RunFailed, match=r"(?s)predicting records 1 to 5 of the data failed.*nothing"
+        RunFailed, match=r"(?s)predicting records 0 to 4 of the data failed.*nothing"
     ):
         mh.predict(to, given, task=failing)
 

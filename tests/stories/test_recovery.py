@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 import manyhands as mh
 from manyhands.accounting import ledger, ledger_lines
@@ -20,7 +22,9 @@ from manyhands.launch.engines.fork_agent import WorkerExit
 from manyhands.launch.engines.launcher import Launcher
 from manyhands.launch.engines.local_processes import Local
 from manyhands.launch.engines.memory_segments import create_segments
+from manyhands.stories.replay import replay
 from manyhands.values import events
+from manyhands.values.errors import RunFailed
 from manyhands.values.planned_faults import FaultPlan
 from manyhands.values.run_folder import RunDir
 from tests.support.tasks import make
@@ -279,6 +283,86 @@ def test_a_worker_that_computes_wrongly_is_named_and_replaced(
         assert report.fingerprint == calm()
         found = [e for e in seen(report, events.Audited) if e.guilty]  # type: ignore[attr-defined]
         assert [e.guilty for e in found] == [[1]]  # type: ignore[attr-defined]
+
+
+class Hoarder(nn.Module):
+    """It keeps what no checkpoint has: two computations of one micro-batch differ."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.seen = nn.Linear(8, 1), list[int]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(len(x))
+        return self.head(x) * len(self.seen)
+
+
+def test_a_task_that_keeps_something_is_suspected_and_what_is_named_is_there(
+    launcher: Launcher, tmp_path: Path
+) -> None:
+    """The folder of a replay goes with it, so neither its log nor its checkpoint is."""
+    task = mh.Task(
+        model=Hoarder,
+        loss=lambda model, batch: model(batch["x"]).square().mean(),
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1e-6),
+        data={"x": torch.ones(64, 8)},
+    )
+    arguments: dict[str, Any] = {"workers": 2, "launcher": launcher, "quiet": True}
+    settings = [*SETTINGS, "train.steps=4", "checkpoint.every_steps=2"]
+    run = tmp_path / "run"
+    mh.train(task, to=run, settings=settings, **arguments)
+    with pytest.raises(RunFailed) as told:
+        replay(run, task, step=2, to=4, audit=True, **arguments)
+    page = told.value.verdict
+    assert page.startswith("The replay failed at step ") and " on ;" not in page
+    assert "keeps from one micro-batch to the next" in page
+    assert "  saved" not in page and "  log" not in page and "/tmp/manyhands" not in page
+    with pytest.raises(RunFailed) as told:
+        mh.train(
+            task, to=tmp_path / "live", settings=[*settings, "train.audit_every=1"], **arguments
+        )
+    assert "keeps from one micro-batch to the next" in told.value.verdict
+    assert "mh.resume(" in told.value.verdict
+    views = [
+        e.because
+        for e in events.read_events(tmp_path / "live" / "events.jsonl")
+        if isinstance(e, events.Viewed)
+    ]
+    assert views[1:] == ["workers computed a micro-batch differently"]
+
+
+class FirstSight(nn.Module):
+    """Of what it keeps every worker has its own, and agrees with itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.first = nn.Linear(8, 1), list[Tensor]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.first = self.first or [x.detach().mean(0)]
+        return self.head(x - self.first[0])
+
+
+def test_workers_that_never_agree_are_told_what_else_it_may_be(
+    launcher: Launcher, tmp_path: Path
+) -> None:
+    task = mh.Task(
+        model=FirstSight,
+        loss=lambda model, batch: model(batch["x"]).square().mean(),
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        data={"x": torch.randn(64, 8, generator=torch.Generator().manual_seed(1))},
+    )
+    with pytest.raises(RunFailed) as told:
+        mh.train(
+            task,
+            to=tmp_path / "run",
+            workers=2,
+            settings=[*SETTINGS, "train.audit_every=1", "recovery.losses=2"],
+            quiet=True,
+            launcher=launcher,
+        )
+    page = told.value.verdict
+    assert "no majority: one computes wrongly, or the task keeps something" in page, page
 
 
 def test_the_verdict_of_a_recovery(go: Go) -> None:

@@ -215,7 +215,7 @@ def test_a_run_that_died_before_its_first_checkpoint_begins_again(
 ) -> None:
     settings = [*BASE, f"train.steps={TOTAL}", "recovery.losses=0"]
     folder, calm = tmp_path / "run", tmp_path / "calm"
-    with pytest.raises(mh.RunFailed, match=f"nothing; begin again: manyhands resume {folder}"):
+    with pytest.raises(mh.RunFailed, match=rf"nothing; begin again: mh.resume\('{folder}'"):
         mh.train(
             make("cnn"),
             to=folder,

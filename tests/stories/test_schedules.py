@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -289,6 +289,30 @@ def test_a_rate_that_falls_too_soon_is_pointed_out(launcher: Launcher, tmp_path:
             assert "0.1 now and 0.0027 after" in found[0] and 'schedule_every="epoch"' in found[0]
         (saved,) = to.glob("checkpoints/step-*")
         assert rate(saved) == pytest.approx(0.1 * 0.3**3 if every == "step" else 0.1 * 0.3)
+
+
+def test_a_schedule_that_ends_before_the_run_is_refused_before_the_first_step(
+    launcher: Launcher, tmp_path: Path
+) -> None:
+    def trained(every: Literal["step", "epoch"], total: int) -> mh.Report:
+        task = mh.Task(
+            model=model,
+            loss=loss,
+            optimizer=optimizer,
+            schedule=lambda o: lr.OneCycleLR(o, 0.1, total_steps=total),
+            schedule_every=every,
+            data=DATA,
+        )
+        to = tmp_path / f"{every}-{total}"
+        settings = [*BASE[:2], "train.epochs=2"]
+        return mh.train(task, to=to, workers=2, settings=settings, quiet=True, launcher=launcher)
+
+    assert trained("step", 6).step == trained("epoch", 2).step == 6
+    with pytest.raises(RequestError, match=r"total_steps = 5, and this run .* it 6 times"):
+        trained("step", 5)
+    with pytest.raises(RequestError, match=r"total_steps = 1, and this run .* it 2 times"):
+        trained("epoch", 1)
+    assert not (tmp_path / "epoch-1").exists()
 
 
 def test_warming_up_and_falling() -> None:

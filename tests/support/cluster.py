@@ -30,6 +30,7 @@ from manyhands.launch.hosts import joined_hosts, many_hosts
 from manyhands.testing.namespaces import Host, Network
 from manyhands.values.errors import Interrupted, RequestError
 from manyhands.values.join_token import key_for
+from manyhands.values.planned_faults import FaultPlan
 from manyhands.values.run_folder import RunDir
 from manyhands.values.task import Task
 from tests.support.tasks import make
@@ -72,10 +73,17 @@ class Watched:
         """The next step that is told of, after so many."""
         return self.wait_for(lambda e: e["event"] == "Stepped" and e["step"] >= number)["step"]
 
-    def view_of(self, *sizes: int) -> list[int]:
-        """The next view of so many workers: their processes, by rank."""
-        found = self.wait_for(lambda e: e["event"] == "Viewed" and len(e["members"]) in sizes)
-        return list(found["members"].values())
+    def view_of(self, *sizes: int, without: Sequence[int] = ()) -> list[int]:
+        """The next view of so many workers: their processes, by rank. After a death: `without` the
+        dead. Whoever replaces them may be in the first view that follows, or in a later one."""
+
+        def fits(event: Event) -> bool:
+            if event["event"] != "Viewed":
+                return False
+            members = event["members"].values()
+            return len(members) in sizes and not set(without) & set(members)
+
+        return list(self.wait_for(fits)["members"].values())
 
     def hosted(self, name: str, what: str) -> None:
         """A host has come or gone."""
@@ -239,7 +247,12 @@ class Warm(Porters):
         empty(host)
 
     def train(
-        self, task: Task | str, *settings: str, pause_s: float, workers: int | str | None
+        self,
+        task: Task | str,
+        *settings: str,
+        pause_s: float,
+        workers: int | str | None,
+        faults: FaultPlan | None = None,
     ) -> "Running":
         """Slowly: every micro-batch takes a pause, until it is told to `finish`."""
         self.runs += 1
@@ -247,7 +260,7 @@ class Warm(Porters):
         slow = path.with_suffix(".slow")
         slow.touch()
         paced = paused(make(task) if isinstance(task, str) else task, slow, pause_s)
-        self.running = Running(self, path, slow, paced, settings, workers)
+        self.running = Running(self, path, slow, paced, settings, workers, faults)
         return self.running
 
     def close(self) -> None:
@@ -269,9 +282,10 @@ class Running(Watched):
         task: Task,
         settings: Sequence[str],
         workers: int | str | None,
+        faults: FaultPlan | None = None,
     ) -> None:
         super().__init__(run, lambda: self.thread.is_alive(), warm.said)
-        self.warm, self.slow, self.task = warm, slow, task
+        self.warm, self.slow, self.task, self.faults = warm, slow, task, faults
         self.settings, self.workers = settings, workers
         self.report: mh.Report | None = None
         self.error: Exception | None = None
@@ -288,6 +302,7 @@ class Running(Watched):
                     settings=[*self.settings, "log.every_steps=1"],
                     quiet=True,
                     launcher=self.warm.launcher,
+                    faults=self.faults,
                 )
         except (Exception, Interrupted) as error:
             self.error = error

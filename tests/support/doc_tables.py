@@ -23,6 +23,7 @@ IN_WORDS = {
     "saved": "beside it",
     "end": "when it ends",
     "scores": "scores",
+    "timing": "by timing",
     "nothing": "no",
 }
 """Of a setting's effect, in the column "result"."""

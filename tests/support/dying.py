@@ -1,6 +1,7 @@
 """Deaths at chosen stores: what SIGKILL leaves behind in memory that outlives a worker."""
 
 import sys
+import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from manyhands.training.state import sharded_optimizer
+from manyhands.training.state.bare_step import bare_step
 from manyhands.training.state.layout import Unit
 from manyhands.training.state.sharded_optimizer import ShardedOptimizer
 from manyhands.training.state.undo_log import UndoLog
@@ -72,8 +75,8 @@ class Death:
         """
         deaths: list[Died] = []
         stores = 0
-        lerp, copy = torch.lerp, torch.Tensor.copy_
-        bare_step = getattr(ShardedOptimizer, "_bare_step")  # noqa: B009
+        lerp, copy = torch.Tensor.lerp_, torch.Tensor.copy_
+        update, working = ShardedOptimizer.update, threading.local()
 
         def store(all: Do, half: Do) -> None:
             nonlocal stores
@@ -94,21 +97,23 @@ class Death:
             store(lambda: copy(target, source), lambda: n and copy(half, source[: len(half)]))
             return target
 
-        def dying_lerp(start: Tensor, end: Tensor, part: float, *, out: Tensor) -> None:
-            n = out.numel() // 2
-            store(
-                lambda: lerp(start, end, part, out=out),
-                lambda: lerp(start[:n], end[:n], part, out=out[:n]),
-            )
+        def dying_lerp(target: Tensor, end: Tensor, part: float) -> Tensor:
+            n = target.numel() // 2
+            store(lambda: lerp(target, end, part), lambda: lerp(target[:n], end[:n], part))
+            return target
 
         def dying_copies(targets: list[Tensor], sources: list[Tensor]) -> None:
             for target, source in zip(targets, sources, strict=True):
                 dying_copy(target, source)
 
-        def dying_step(self: ShardedOptimizer, optimizer: torch.optim.Optimizer) -> None:
-            bare_step(self, optimizer)
-            unit = next(w.unit for w in self.works if w.doing is optimizer)
-            scribble(self.undo_log, self.weights, unit, noise)
+        def noted_update(self: ShardedOptimizer, work: Any, *rest: Any, **named: Any) -> bool:
+            working.on = self, work.unit
+            return update(self, work, *rest, **named)
+
+        def dying_step(optimizer: torch.optim.Optimizer) -> None:
+            bare_step(optimizer)
+            sharded, unit = working.on
+            scribble(sharded.undo_log, sharded.weights, unit, noise)
             raise Died
 
         with pytest.MonkeyPatch.context() as patch:
@@ -120,11 +125,12 @@ class Death:
                 frail.store = store
                 patch.setattr(owner, name, frail)
             patch.setattr(torch.Tensor, "copy_", dying_copy)
-            patch.setattr(torch, "lerp", dying_lerp)
+            patch.setattr(torch.Tensor, "lerp_", dying_lerp)
             keep_module = sys.modules["manyhands.training.state.undo_log"]
             patch.setattr(keep_module, "_FOREACH_COPY", dying_copies)
             if self.nth is None:
-                patch.setattr(ShardedOptimizer, "_bare_step", dying_step)
+                patch.setattr(ShardedOptimizer, "update", noted_update)
+                patch.setattr(sharded_optimizer, "bare_step", dying_step)
             try:
                 yield deaths
             except Died as died:

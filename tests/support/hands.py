@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from manyhands.training.compute.one_thread import one_thread
+from manyhands.training.memory.memory import Memory
 from manyhands.training.state.layout import Unit, share_out, units
-from manyhands.training.state.memory import Memory
 from manyhands.training.state.optimizer_kinds import NOTHING_KEPT, how_to_cut, what_it_keeps
 from manyhands.training.state.replica import Replica
-from manyhands.training.state.sharded_optimizer import OptimizerEntry, ShardedOptimizer, one_thread
+from manyhands.training.state.sharded_optimizer import OptimizerEntry, ShardedOptimizer
 from manyhands.training.state.undo_log import UndoLog
 
 Make = Callable[[nn.Module], Optimizer]

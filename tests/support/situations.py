@@ -15,10 +15,12 @@ from manyhands.driver.supervise.decisions import (
     StartWorkers,
     Wait,
 )
-from manyhands.driver.supervise.membership import decide, redealt
+from manyhands.driver.supervise.membership import decide
+from manyhands.driver.supervise.uneven_deal import redealt
 from manyhands.driver.supervise.worker_states import Phase, Situation, WorkerState
 from manyhands.launch.engines.fork_agent import WorkerExit
-from manyhands.values.messages import Left, Member, Trouble, View
+from manyhands.values.messages import Left, Trouble
+from manyhands.values.view import Member, View
 from manyhands.values.work_in_hand import WorkInHand
 
 Place = Callable[[int], WorkerState]

@@ -139,6 +139,36 @@ def tell_apart(model: Towers, left: Tensor, right: Tensor) -> Any:
     return value, {"seen": float(len(scores)), "right": (scores.argmax(1) == mine).float().mean()}
 
 
+class Factors(nn.Module):
+    """Two tables of rows, and something dense beside them."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__()
+        self.user = mh.Embedding(4000, 8, init=0.3, **settings)
+        self.item = mh.Embedding(4000, 5, init=(-0.4, 0.4), **settings)
+        self.join = nn.Linear(13, 6)
+        self.head = nn.Linear(6, 1)
+
+    def forward(self, user: Tensor, items: Tensor) -> Tensor:
+        both = torch.cat([self.user(user), self.item(items).sum(1)], 1)
+        return self.head(torch.tanh(self.join(both))).squeeze(1)
+
+
+def ratings(n: int = 256, seed: int = 3) -> dict[str, Tensor]:
+    """Users are any 64-bit numbers; of items there are several in a record, some of them twice."""
+    g = torch.Generator().manual_seed(seed)
+    user = torch.randint(0, 40, (n,), generator=g) ** 2 * 0x9E3779B97F4A7 - (1 << 50)
+    return {
+        "user": user,
+        "items": torch.randint(0, 30, (n, 3), generator=g),
+        "y": torch.randn(n, generator=g),
+    }
+
+
+def rate(model: nn.Module, batch: Any) -> Tensor:
+    return F.mse_loss(model(batch["user"], batch["items"]), batch["y"])
+
+
 def odd_optimizer(model: Odd) -> torch.optim.Optimizer:
     return torch.optim.AdamW(
         [
@@ -260,6 +290,13 @@ def make(kind: str) -> mh.Task:
                 optimizer=lambda m: optim.AdamW(m.parameters(), lr=1e-2),
                 data=images(),
                 held_out=images(n=40),
+            )
+        case "rows":
+            return mh.Task(
+                model=Factors,
+                loss=rate,
+                optimizer=lambda m: optim.AdamW(m.parameters(), lr=3e-2),
+                data=ratings(),
             )
         case "clipped":
             return clipped()

@@ -12,3 +12,4 @@ from manyhands.launch.engines.launcher import WORKER
 
 _module, _, _name = WORKER.partition(":")
 main = getattr(importlib.import_module(_module), _name)
+companion = importlib.import_module(_module).companion

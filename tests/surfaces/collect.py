@@ -27,6 +27,7 @@ from manyhands.values import errors
 from manyhands.values.config import EFFECTS, LIVE, SECTIONS
 from manyhands.values.events import AnyEvent
 from manyhands.values.planned_faults import FaultPlan
+from manyhands.values.server_load import ServerStatus
 from manyhands.values.verdict import Verdict
 from manyhands.values.worker_status import Link
 
@@ -196,7 +197,8 @@ def exit_codes(made: Evidence) -> Lines:
         errors.UnevenBuffer: ("name", 1),
         errors.AuditMismatch: (1, 2),
         errors.EmbeddingsDiffer: (1, 2),
-        errors.Interrupted: ("run", 1),
+        errors.Interrupted: ("run", 1, "resume it"),
+        errors.TableFull: ("user", 1, 1, 1, 1, "rows"),
     }
     ours = [e for e in vars(errors).values() if isinstance(e, type) and issubclass(e, Exception)]
     yield f"it is done: {_code(None)}"
@@ -254,6 +256,7 @@ def run_files(made: Evidence) -> Lines:
         yield f"{name}.json"
         yield from (f"  {line}" for line in _shape(_json(made.run / f"{name}.json")))
     yield from (f"  links[].{line}" for line in _fields(kinds.type_info(Link)))
+    yield from (f"  servers[].{line}" for line in _fields(kinds.type_info(ServerStatus)))
     for name, kind in (("report", mh.Report), ("verdict", Verdict)):
         yield f"{name}.json"
         there = _json(made.run / f"{name}.json").keys()

@@ -32,7 +32,7 @@ from manyhands.testing.contracts import (
 from manyhands.training.collective.collective import FACTS, Collective, Sizes
 from manyhands.training.collective.shared_memory import SharedMemory, SharedRoom
 from manyhands.training.collective.torch_group import DeviceSlots, TorchGroup
-from manyhands.training.state.memory import Memory
+from manyhands.training.memory.memory import Memory
 from manyhands.values.errors import Broken
 from manyhands.values.run_folder import RunDir, write_whole
 from manyhands.values.world import World

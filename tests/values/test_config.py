@@ -31,11 +31,11 @@ HERE = Machine("here", 4, 1 << 34)
         ("train.bacth=3", r"\[train\] has no setting 'bacth'; did you mean 'batch'"),
         ("trian.batch=3", r"no section \[trian\]; did you mean 'train'"),
         ("checkpoint.keep_lst=3", "did you mean 'keep_last'"),
-        ("train.batch=abc", "train.batch: Expected `int`, got 'abc'"),
+        ("train.batch=abc", "train.batch: expected a whole number, got 'abc'"),
         ("train.batch=0", "train.batch must be at least 1"),
         ("train.micro_batch=48", "Set train.micro_batch to 32 or 64"),
         ("train.clip_norm=-1", "positive number"),
-        ("train.precision=fp17", "Invalid enum value 'fp17'"),
+        ("train.precision=fp17", "one of fp32, bf16, fp16, got 'fp17'"),
         ("train.collective=nccl", 'needs train.device = "cuda"'),
         ("train.seed=-1", "train.seed"),
         ("something=3", "section.key=value"),
@@ -44,16 +44,32 @@ HERE = Machine("here", 4, 1 << 34)
         ("recovery.silent_s=0.1", "recovery.silent_s must be at least 0.5"),
         ("recovery.losses=-1", "recovery.losses must be at least 0"),
         ("recovery.sillent_s=3", "did you mean 'silent_s'"),
-        ("data.transfer=pear", "Invalid enum value 'pear'"),
-        ("data.placement=anywhere", "Invalid enum value 'anywhere'"),
+        ("data.transfer=pear", "one of auto, direct, peer"),
+        ("data.placement=anywhere", "one of hash, block"),
         ("data.cache_limt=20GB", "did you mean 'cache_limit'"),
-        ("data.cache_limit=20", "data.cache_limit: Expected `str"),
+        ("data.cache_limit=20", "data.cache_limit: expected text, got 20"),
         ("checkpoint.every_steps=0", r"To save the last step only"),
     ],
 )
 def test_a_wrong_setting_is_answered(setting: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         RunConfig().with_settings([setting])
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"batch": 64}, r"did you mean \[train\] batch = 64\?"),
+        ({"batch_size": 64}, r'In Python: {"train": {"batch": 64}}'),
+        ({"lr": 0.1}, "lr is no setting of a run"),
+        ({"nonsense": 1}, r"there is no section \[nonsense\]"),
+        ({"train": {"epochs": "five"}}, "train.epochs: expected a whole number, got 'five'"),
+        ({"data": {"readers": 1.5}}, "data.readers: expected a whole number or text, got 1.5"),
+    ],
+)
+def test_a_wrong_config_is_answered(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        from_dict(given)
 
 
 def test_epochs_and_steps_together_are_refused() -> None:
@@ -94,7 +110,9 @@ def test_a_plan_says_why() -> None:
 
 
 def test_more_workers_than_micro_batches_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"Use --workers 8, or set train.micro_batch to 8"):
+    with pytest.raises(
+        ConfigError, match=r"Use --workers 8 at most, or set train.micro_batch to 8"
+    ):
         plan(mh.TrainConfig(), HERE, workers=10, records=1000)
     with pytest.raises(ConfigError, match="at least 1"):
         plan(mh.TrainConfig(), HERE, workers=0, records=1000)

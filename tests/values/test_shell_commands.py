@@ -29,8 +29,9 @@ def test_what_is_printed_is_quoted(tmp_path: Path) -> None:
     run = str(tmp_path / ODD)
     cause = Cause(rank=0, pid=1, host="here", step=1, what="it died", worker=0)
     page = Verdict.of(cause, run=run, log="x", saved=3).page()
-    told = [str(Interrupted(run, 3)), page]
+    told = [page]
     folder = RunDir(Path(run)).create()
+    told.append(str(Interrupted(run, 3, folder.how_to_resume())))
     folder.config.touch()
     with pytest.raises(RunDirError) as refused:
         folder.create()

@@ -8,11 +8,12 @@ import pytest
 from manyhands.driver.supervise.audit import judge
 from manyhands.driver.supervise.death_causes import GRACE_S
 from manyhands.driver.supervise.decisions import BreakView, GiveUp, HaltView, IssueView
-from manyhands.driver.supervise.membership import UNEVEN, decide, patience_s, redealt, suspicious
+from manyhands.driver.supervise.membership import decide, suspicious
+from manyhands.driver.supervise.uneven_deal import UNEVEN, patience_s, redealt
 from manyhands.driver.supervise.worker_states import Situation, WorkerState
 from manyhands.launch.engines.fork_agent import WorkerExit
-from manyhands.values.messages import View
 from manyhands.values.verdict import Cause
+from manyhands.values.view import View
 from manyhands.values.work_in_hand import WorkInHand
 from tests.support.situations import (
     IN,
@@ -458,3 +459,5 @@ def test_who_computes_wrongly(
 ) -> None:
     found = judge(testimonies)
     assert (sorted(found.guilty), found.more, found.hopeless) == (guilty, more, hopeless)
+    suspect = "keeps" in found.text and "from one micro-batch to the next" in found.text
+    assert suspect != ("computed the same bits" in found.text), "the task may be it, too"

@@ -20,7 +20,7 @@ from manyhands.driver.supervise.decisions import (
 from manyhands.driver.supervise.membership import decide
 from manyhands.driver.supervise.worker_states import Limits, Situation, WorkerState
 from manyhands.launch.engines.fork_agent import WorkerExit
-from manyhands.values.messages import View
+from manyhands.values.view import View
 from tests.support.situations import MOST_DECISIONS, apply, said
 
 ROUNDS = 40

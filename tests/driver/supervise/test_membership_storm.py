@@ -14,7 +14,8 @@ from manyhands.driver.supervise.decisions import Decision, Finish, GiveUp, HaltV
 from manyhands.driver.supervise.membership import MOST_FAILED_STARTS, decide
 from manyhands.driver.supervise.worker_states import Situation, WorkerState
 from manyhands.launch.engines.fork_agent import WorkerExit
-from manyhands.values.messages import Left, View
+from manyhands.values.messages import Left
+from manyhands.values.view import View
 from manyhands.values.work_in_hand import WorkInHand
 from tests.support.situations import MOST_DECISIONS, apply, said, trouble
 

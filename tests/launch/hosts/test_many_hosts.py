@@ -117,6 +117,7 @@ def members(run: Running) -> list[int]:
         pytest.param("own", "here", marks=pytest.mark.slow),
         ("lstm", "all of it"),
         ("towers", "first"),
+        ("rows", "all of it"),
     ],
 )
 def test_a_killed_worker(
@@ -128,10 +129,8 @@ def test_a_killed_worker(
     victims = {"another": on(c, members(run)), "here": on(a, members(run))}
     there = on(b, members(run))
     victims |= {"first": there[:1], "all of it": there}
-    run.now()
     kill(*victims[which])
-    run.view_of(2, 3, 4)
-    run.view_of(4)
+    run.view_of(4, without=victims[which])
     run.step()
     assert run.finish() == calm(kind)
     assert run.recoveries == 1
@@ -140,10 +139,10 @@ def test_a_killed_worker(
 def test_a_worker_that_hangs_on_another_host(go: Go, calm: Calm, hosts: tuple[Host, ...]) -> None:
     _, b, c, _ = hosts
     run = go({b: 2, c: 1}, "odd")
-    run.now()
-    kill(on(b, members(run))[0], how=signal.SIGSTOP)
+    victim = on(b, members(run))[0]
+    kill(victim, how=signal.SIGSTOP)
     assert "has not been heard of" in run.wait_for(lambda e: e["event"] == "Lost")["what"]
-    run.view_of(4)
+    run.view_of(4, without=[victim])
     assert run.finish() == calm("odd")
     assert run.recoveries == 1
 
@@ -159,8 +158,9 @@ def test_readers_are_where_their_workers_are(go: Go, calm: Calm, hosts: tuple[Ho
     assert len(on(a, readers)) == 1 and len(on(b, readers)) == 2
     kill(on(a, readers)[0], on(b, readers)[0])
     run.step()
-    kill(on(b, members(run))[0])
-    run.view_of(3)
+    victim = on(b, members(run))[0]
+    kill(victim)
+    run.view_of(3, without=[victim])
     assert run.finish() == calm("augmented")
 
 
@@ -189,10 +189,9 @@ def test_a_killed_agent(go: Go, calm: Calm, warm: Warm, hosts: tuple[Host, ...])
     """Its workers die with it; the memory of the host does not, and another takes its place."""
     _, b, c, _ = hosts
     run = go({b: 2, c: 1}, "own")
-    run.now()
+    gone = on(b, members(run))
     kill(warm.agent(b))
-    run.view_of(2, 3, 4)
-    run.view_of(4)
+    run.view_of(4, without=gone)
     assert run.finish() == calm("own")
     assert run.recoveries == 1
 
@@ -210,6 +209,24 @@ def test_a_host_dies_as_a_whole(go: Go, calm: Calm, hosts: tuple[Host, ...]) -> 
     verdict = json.loads((run.path / "verdict.json").read_text())
     assert verdict["host"].startswith("b") and verdict["ranks"] == lost["ranks"]
     assert verdict["decided"].startswith(f"host {verdict['host']} is gone with ranks ")
+
+
+@pytest.mark.parametrize("kind", ["cnn", "rows"])
+def test_servers_on_several_hosts(go: Go, calm: Calm, hosts: tuple[Host, ...], kind: str) -> None:
+    """Two of four processes serve; one is killed, then a host dies as a whole."""
+    _, b, c, _ = hosts
+    run = go({b: 2, c: 1}, kind, "server.count=2")
+    serving = run.events("Viewed")[-1]["servers"]
+    assert len(serving) == 2
+    server = members(run)[serving[-1]]
+    kill(server)
+    run.view_of(4, without=[server])
+    run.step()
+    run.now()
+    b.kill()
+    run.view_of(2)
+    run.step()
+    assert run.finish() == calm(kind)
 
 
 # ---- links are cut

@@ -17,6 +17,8 @@ import pytest
 import torch
 
 import manyhands as mh
+from manyhands.accounting.ledger import read
+from manyhands.accounting.proof import check
 from manyhands.data.mapreduce.resumable_tasks import DataTask, TaskRunner
 from manyhands.launch.choose_engine import open_engine
 from manyhands.launch.engines.launcher import Launcher
@@ -29,6 +31,8 @@ from manyhands.values.errors import DataError, DataTaskFailed, RequestError
 from manyhands.values.planned_faults import FaultPlan
 from manyhands.values.run_options import Where
 from tests.data.mapreduce.test_map_reduce import Square, dies, fails, square
+from tests.support.clicks import TASK as CLICKS
+from tests.support.clicks import write_clicks
 from tests.support.ray_nodes import Nodes, Run, process_name, until
 
 needs_ray = pytest.mark.skipif(
@@ -177,6 +181,15 @@ def test_the_weights_are_the_same_and_a_killed_worker_changes_nothing(
 
 
 @needs_ray
+@pytest.mark.usefixtures("session")
+def test_workers_at_different_steps(tmp_path: Path) -> None:
+    faults = FaultPlan().kill(rank=1, at_step=2, at="gather")
+    report = on_ray(tmp_path / "run", workers=2, sync="server:mode=async", faults=faults)
+    proof = check(read(tmp_path / "run" / "ledger.jsonl"))
+    assert report.recoveries == 1 and proof.ok and proof.steps == report.step
+
+
+@needs_ray
 def test_a_killed_daemon_is_given_up_at_once_and_replaced(
     session: Session, launcher: Launcher, tmp_path: Path
 ) -> None:
@@ -287,6 +300,42 @@ def test_scores_are_the_same(launcher: Launcher, tmp_path: Path) -> None:
     train(tmp_path / "run", workers=1, launcher=launcher)
     here = mh.evaluate(tmp_path / "run", task())
     assert mh.evaluate(tmp_path / "run", task(), engine="ray", worker_resources="CPU=1") == here
+
+
+@pytest.mark.slow
+@needs_ray
+@pytest.mark.usefixtures("session")
+def test_predictions_have_the_same_bytes(launcher: Launcher, tmp_path: Path) -> None:
+    """Of several parts, some records of which are bad; of records from Python; of those that the
+    task holds out."""
+    write_clicks(tmp_path / "train.csv", 400)
+    write_clicks(tmp_path / "big.csv", 20_000, seed=3, label=False)
+    with (tmp_path / "big.csv").open("a") as file:
+        file.write("20000,u1,old,3\n")
+    mh.prepare(tmp_path / "train.csv", tmp_path / "data", label="clicked", id="id", split="0.8")
+    (tmp_path / "clicks.py").write_text(CLICKS.format(data=tmp_path / "data"))
+    settings = ["train.batch=64", "train.steps=4"]
+    run = tmp_path / "run"
+    mh.train(
+        tmp_path / "clicks.py", to=run, settings=settings, quiet=True, launcher=launcher, workers=1
+    )
+    ray: dict[str, Any] = {"engine": "ray", "worker_resources": CPU}
+    here, there = tmp_path / "here.parquet", tmp_path / "there.parquet"
+    mh.predict(run, tmp_path / "big.csv", to=here, memory="1MB", keep="user")
+    found = mh.predict(run, tmp_path / "big.csv", to=there, memory="1MB", keep="user", **ray)
+    assert (found.records, found.bad) == (20_001, 1)
+    assert here.read_bytes() == there.read_bytes()
+    records = [{"id": k, "user": "u3", "age": 20 + k, "hour": 3} for k in range(50)]
+    assert mh.predict(run, records, **ray).table == mh.predict(run, records).table
+    held, score = mh.predict(run, score=True), mh.predict(run, score=True, workers=2, **ray)
+    assert held.table == score.table and held.scores == score.scores
+    assert held.records > 0
+    no = tmp_path / "no.csv"
+    with pytest.raises(DataError, match="1 bad record"):
+        mh.predict(run, tmp_path / "big.csv", to=no, on_error="fail", **ray)
+    assert not no.exists()
+    with pytest.raises(RequestError, match="predict runs on local processes, or on ray"):
+        mh.predict(run, engine="inline")
 
 
 # ---- what is left
