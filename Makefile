@@ -70,6 +70,7 @@ bench: setup  ## measure beside bare PyTorch
 	$(BIN)/python benchmarks/checkpoint.py
 	$(BIN)/python benchmarks/recovery.py
 	$(BIN)/python benchmarks/readers.py
+	$(BIN)/python benchmarks/compile.py
 
 docs: setup  ## write the tables of options in docs/ anew
 	$(BIN)/python -m tests.support.doc_tables

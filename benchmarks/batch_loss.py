@@ -21,7 +21,7 @@ from torch.nn import functional as F
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from manyhands.accounting.deal_micro_batches import Cut, MicroBatch
-from manyhands.training.state.memory import Memory
+from manyhands.training.memory.memory import Memory
 from manyhands.training.state.replica import Replica
 from manyhands.training.sync.cached_gradients import CachedGradients
 from manyhands.training.sync.leaf_gradients import LeafGradients, PlainGradients

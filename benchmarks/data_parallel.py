@@ -62,16 +62,17 @@ def torchrun(*flags: str) -> Command:
     return command
 
 
-def manyhands(micro_batches: int) -> Command:
+def manyhands(micro_batches: int, *more: str) -> Command:
     def command(name: str, work: Work, steps: int, to: Path) -> list[str]:
-        settings = {
-            "train.batch": work.batch,
-            "train.micro_batch": work.batch // micro_batches,
-            "train.steps": steps,
-        }
+        settings = [
+            f"train.batch={work.batch}",
+            f"train.micro_batch={work.batch // micro_batches}",
+            f"train.steps={steps}",
+            *more,
+        ]
         train = ["-m", "manyhands", "train", str(HERE / "manyhands_contestant.py"), "--quiet"]
         train += ["--workers", str(WORKERS), "--to", str(to)]
-        train += [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+        train += [word for setting in settings for word in ("--set", setting)]
         return [sys.executable, *train]
 
     return command

@@ -2,10 +2,12 @@
 """What people write today: a DistributedDataParallel loop over gloo, started by torchrun.
 
     torchrun --nproc_per_node 2 ddp_contestant.py mlp --to FILE [--fused] [--wrap accelerate]
+                                                      [--compile inside|whole]
 
 Each rank takes its part of every shuffled batch straight from memory, as cheaply as can be: no
 DataLoader. Rank 0 saves weights and optimizer at the end, because ours does too. `--wrap` has the
-same loop wrapped by Accelerate or Lightning Fabric instead.
+same loop wrapped by Accelerate or Lightning Fabric instead. `--compile` compiles the model inside
+DDP (`model.compile()`), or DDP with it (`torch.compile(DDP(model))`), cut at DDP's buckets.
 """
 
 import argparse
@@ -66,6 +68,7 @@ def main() -> None:
     parser.add_argument("--to", required=True)
     parser.add_argument("--fused", action="store_true")
     parser.add_argument("--wrap", choices=WRAPS, default="bare")
+    parser.add_argument("--compile", choices=["inside", "whole"])
     asked = parser.parse_args()
     # torchrun's workers outlive a torchrun that is killed, and would go on to spoil the next round.
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
@@ -75,7 +78,11 @@ def main() -> None:
     module, data = work.model(), work.data()
     fused = True if asked.fused else None  # None is what AdamW itself would choose
     optimizer = torch.optim.AdamW(module.parameters(), lr=LEARNING_RATE, fused=fused)
+    if asked.compile == "inside":
+        module.compile()
     model, optimizer, backward = WRAPS[asked.wrap](module, optimizer)
+    if asked.compile == "whole":
+        model.compile()
     records = len(next(iter(data.values())))
     mine = batches(records, work.batch, rank=dist.get_rank(), num_ranks=dist.get_world_size())
     for _ in range(clock.steps):

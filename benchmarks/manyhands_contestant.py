@@ -5,11 +5,14 @@ import os
 
 import torch
 from clock import Clock
+from in_turns import leave_out_in_turns
 from works import LEARNING_RATE, WORKS
 
 import manyhands as mh
 
 work = WORKS[os.environ["BENCHMARK_WORK"]]
+AFTER = os.environ.get("BENCHMARK_AFTER")
+"""Something that comes after a step, in turns with nothing: "ema" or "clip"."""
 
 
 def clip(model: torch.nn.Module) -> None:
@@ -17,11 +20,17 @@ def clip(model: torch.nn.Module) -> None:
         parameter.clamp_(-0.5, 0.5)
 
 
+def model() -> torch.nn.Module:
+    if AFTER is not None:
+        leave_out_in_turns()
+    return work.model()
+
+
 task = mh.Task(
-    model=work.model,
+    model=model,
     loss=work.loss,
     optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True),
     schedule=lambda optimizer: Clock(),
-    after_step=clip if os.environ.get("BENCHMARK_AFTER") == "clip" else None,
+    after_step=clip if AFTER == "clip" else None,
     data=work.data(),
 )

@@ -145,8 +145,13 @@ def _limit_cells(target: Wanted | None) -> list[str]:
 
 
 def report(
-    rows: Sequence[Row], metrics: Sequence[Metric], targets: Targets, file: Path | None
+    rows: Sequence[Row],
+    metrics: Sequence[Metric],
+    targets: Targets,
+    file: Path | None,
+    *,
+    ours: str = "manyhands",
 ) -> None:
-    console.print(table(rows, metrics, targets))
+    console.print(table(rows, metrics, targets, ours=ours))
     if file is not None:
         file.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
