@@ -145,6 +145,22 @@ def test_more_servers_than_there_is_to_share_out(go: Go, tmp_path: Path, mode: s
     assert go(f"server:count=2,mode={mode}", task=line()).step == 12
 
 
+def test_far_too_many_are_refused_by_the_first_process(
+    go: Go, tmp_path: Path, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started, start = list[int](), launcher.start
+
+    def counted(worker: int, *given: Any) -> Any:
+        started.append(worker)
+        return start(worker, *given)
+
+    monkeypatch.setattr(launcher, "start", counted)
+    with pytest.raises(RequestError, match="server.count = 99.*this model has 2"):
+        go("server:count=99", task=line())
+    assert started == [0]
+    assert not (tmp_path / "run").exists()
+
+
 def test_whole_tensors_are_counted_where_they_are_not_cut(go: Go) -> None:
     task = replace(line(), optimizer=lambda m: torch.optim.Adafactor(m.parameters(), lr=0.1))
     with pytest.raises(RequestError, match="whole tensors, of which this model has 2"):

@@ -54,6 +54,7 @@ from manyhands.driver.supervise.servers import (
     choose_servers,
     computing_among,
     dealt_nothing,
+    is_for_one_to_find_out,
     servers_in,
     wanted_in_words,
     with_servers,
@@ -198,7 +199,7 @@ def _lacking(now: Situation) -> int:
     if ending:  # one is enough to finish what somebody did not
         unfinished = any(w.left is None for w in now.members())
         return 1 if unfinished and not staying else 0
-    most = now.hands
+    most = 1 if is_for_one_to_find_out(now) else now.hands
     return max(0, (most if now.capacity is None else min(most, now.capacity)) - len(staying))
 
 

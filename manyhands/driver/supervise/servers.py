@@ -15,6 +15,17 @@ from manyhands.driver.supervise.worker_states import Situation, WorkerState
 from manyhands.values.view import View
 
 
+MANY_SERVERS = 4
+"""With more of them, the number of parts that the weights have is found out first."""
+
+
+def is_for_one_to_find_out(now: Situation) -> bool:
+    """Many servers are wanted, and nobody has built the model yet, which says how many can have
+    something to update: whoever builds it first refuses too many before there are any."""
+    built = any(w.phase not in ("starting", "gone") for w in now.workers.values())
+    return now.servers > MANY_SERVERS and not now.begun and not built
+
+
 def servers_among(now: Situation, members: int) -> int:
     """How many of so many members: as wanted; where some are missing, their share of those who are
     there. Somebody always computes."""

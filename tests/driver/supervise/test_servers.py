@@ -15,7 +15,7 @@ from manyhands.driver.supervise.servers import (
     servers_in,
 )
 from manyhands.driver.supervise.worker_states import Situation, WorkerState
-from tests.support.situations import IN, READY, killed, view
+from tests.support.situations import IN, READY, STARTING, WAITING, killed, view
 
 
 def situation(**facts: Any) -> Situation:
@@ -110,6 +110,17 @@ def test_those_who_served_go_on_with_it() -> None:
 
 def test_as_many_processes_are_started_as_compute_and_serve() -> None:
     assert decide(situation()) == StartWorkers(4)
+
+
+def test_of_many_servers_one_process_finds_out_first_how_many_there_can_be() -> None:
+    now = situation(wanted=2, servers=99)
+    assert decide(now) == StartWorkers(1)
+    now.workers[0] = STARTING(0)
+    assert decide(now) == Wait()
+    now.workers[0] = killed()(0)
+    assert decide(now) == StartWorkers(1), "another one tries"
+    now.workers[1] = WAITING(1)
+    assert decide(now) == StartWorkers(100)
 
 
 def test_another_number_of_servers_is_a_reason_to_halt() -> None:
