@@ -137,8 +137,8 @@ class LossNotFinite(TrainError):
 
 
 class GradientNotFinite(TrainError):
-    """Of `name` in micro-batch `index` of a step; None: in their sum, or it is not known yet.
-    `apart`: others are at other steps, and it was not pushed."""
+    """Of what is called `name` in micro-batch `index` of a step; None: in their sum, or it is not
+    known yet. `apart`: others are at other steps, and it was not pushed."""
 
     def __init__(
         self,
@@ -163,7 +163,7 @@ class GradientNotFinite(TrainError):
                 f"loss is finite. {kept}Lower the learning rate, or train in a wider dtype."
             )
         return (
-            f"the gradient of '{name}' is not finite at step {step}, micro-batch {index} "
+            f"the gradient of {name} is not finite at step {step}, micro-batch {index} "
             f"({_records(records)}), though the loss is. {kept}Look at those records, and in the "
             "loss for sqrt at 0, 0/0 or log(0) behind a where (torch.autograd.detect_anomaly names "
             f"the operation).{skip}"

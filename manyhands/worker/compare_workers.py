@@ -78,6 +78,9 @@ def notes(
     return found
 
 
+SOME_IDS = 8
+"""Of rows that are named."""
+
 UNLIKE = 2
 """In place of a digest: what another worker computed is not what comes out here."""
 
@@ -137,20 +140,25 @@ class Recheck:
         return self.digest(cut, index)
 
     def first_not_finite(self, step: int, indices: Iterable[int]) -> tuple[int, str] | None:
-        """Which of these micro-batches has a gradient that is not finite, and of what parameter:
-        each is computed again."""
+        """Which of these micro-batches has a gradient that is not finite, and of what parameter, or
+        rows of a table: each is computed again."""
         cut, places = self.feed.cut(step), self.replica.layout.trainable
         for index in indices:
             self._compute(cut, index)
             gradients = [self.replica.parameters[place.name].grad for place in places]
             rows = self.replica.tables.take_gradients()
             self._clean_up()
-            for place, gradient in zip(places, gradients, strict=True):
-                if gradient is not None and not gradient.to_dense().isfinite().all():
-                    return index, place.name
+            wrong = [
+                f"'{place.name}'"
+                for place, gradient in zip(places, gradients, strict=True)
+                if gradient is not None and not gradient.to_dense().isfinite().all()
+            ][:1]
             for table, gradient in zip(self.replica.tables, rows, strict=True):
-                if not gradient.rows.isfinite().all():
-                    return index, table.name
+                odd = ~gradient.rows.isfinite().all(dim=1)
+                if odd.any():
+                    wrong.append(_rows_of(table.name, gradient.ids[odd.numpy()].tolist()))
+            if wrong:
+                return index, " and of ".join(wrong)
         return None
 
     def _compute(self, cut: Cut, index: int) -> Leaf:
@@ -170,3 +178,9 @@ class Recheck:
         self.replica.buffers.show()
         before = self._before
         self.feed.line.heartbeat.begin(before.kind, before.step, before.index)
+
+
+def _rows_of(table: str, ids: Sequence[int]) -> str:
+    more = f" and {len(ids) - SOME_IDS} more" if len(ids) > SOME_IDS else ""
+    some = ", ".join(str(n) for n in ids[:SOME_IDS])
+    return f"table '{table}' in the row{'s' * (len(ids) > 1)} of id {some}{more}"

@@ -1,5 +1,6 @@
 """A gradient that is not finite under a finite loss: never applied, named, or skipped."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,36 @@ def test_it_stops_before_the_update_and_is_named(
     verdict = failed.value.verdict
     assert "the gradient of 'scale.weight' is not finite" in verdict, verdict
     assert f" {BAD}" in verdict and "The step was not taken" in verdict
+
+
+class Lengths(nn.Module):
+    """The gradient of a row's length is NaN where the row counts nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.row, self.last = mh.Embedding(1000, 6, init=0.5, lr=0.01), nn.Linear(6, 1)
+
+    def forward(self, ids: Tensor, x: Tensor) -> Tensor:
+        rows = self.row(ids)
+        return self.last(rows) + 0.01 * (rows * x).pow(2).sum(1, keepdim=True).sqrt()
+
+
+@pytest.mark.parametrize(("workers", "settings"), [(1, ["train.sync=alone"]), (2, [])])
+def test_a_row_of_a_table_is_named_by_its_id(
+    workers: int, settings: list[str], launcher: Launcher, tmp_path: Path
+) -> None:
+    made = replace(
+        task(),
+        model=Lengths,
+        data={**task().data, "id": torch.arange(RECORDS) * 1000 - 7},
+        loss=lambda m, b: (m(b["id"], b["x"]) - b["y"]).pow(2).mean(),
+    )
+    with pytest.raises(RunFailed) as failed:
+        train(made, tmp_path / "run", launcher, workers, *settings)
+    verdict = failed.value.verdict
+    said = f"the gradient of table 'row' in the row of id {1000 * BAD - 7} is not finite"
+    assert said in verdict, verdict
+    assert f" {BAD}" in verdict.partition("(records ")[2] and "The step was not taken" in verdict
 
 
 def test_skipped_steps_change_nothing_and_are_written_down(
