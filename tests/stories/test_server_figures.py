@@ -155,7 +155,7 @@ def test_far_too_many_are_refused_by_the_first_process(
         return start(worker, *given)
 
     monkeypatch.setattr(launcher, "start", counted)
-    with pytest.raises(RequestError, match="server.count = 99.*this model has 2"):
+    with pytest.raises(RequestError, match=r"server\.count = 99.*this model has 2"):
         go("server:count=99", task=line())
     assert started == [0]
     assert not (tmp_path / "run").exists()

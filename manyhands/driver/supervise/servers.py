@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from manyhands.driver.supervise.worker_states import Situation, WorkerState
 from manyhands.values.view import View
 
-
 MANY_SERVERS = 4
 """With more of them, the number of parts that the weights have is found out first."""
 

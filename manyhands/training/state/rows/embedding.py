@@ -6,6 +6,8 @@ for the rows that were looked up is summed and applied by whoever has their buck
 and before one, every row reads as its first values.
 """
 
+from collections.abc import Mapping
+from numbers import Integral
 from typing import Any, Protocol, Self
 
 import numpy as np
@@ -49,6 +51,9 @@ class Embedding(Module):
                other names are its settings (`eps=1e-8`, `l1=0.1`)
     admit      an id takes gradients from the step on in which it is seen for the so manieth time
     expire     an id that had no gradient for so many steps is forgotten, and begins anew
+    padding_idx
+               this id reads as zeros, takes no gradient and has no row. It is an id as it stands:
+               -1 is the id -1, not the last row, for rows have no numbers
     """
 
     def __init__(
@@ -61,9 +66,11 @@ class Embedding(Module):
         lr: float | None = None,
         admit: int = 1,
         expire: int | None = None,
+        padding_idx: int | None = None,
         **settings: Any,
     ) -> None:
         super().__init__()
+        self.padding_idx = _checked(padding_idx, settings)
         self.rows, self.dim, self.admit, self.expire = rows, dim, admit, expire
         self.first, self.follows = row_init(init), lr is None
         self.kind, self.settings = optimizer, {"lr": _FOLLOWS if lr is None else lr, **settings}
@@ -92,13 +99,22 @@ class Embedding(Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         flat = _plain_ids(ids)
-        if self._rows is None:
-            first = FirstRows(self.first, self.dim, seed=0, table="")
-            found = torch.from_numpy(first(flat))
-        else:
-            with torch.set_grad_enabled(torch.is_grad_enabled() and self.trained):
-                found = self._rows.look_up(flat)
+        found = self._looked_up(flat) if self.padding_idx is None else self._unpadded(flat)
         return found.to(ids.device).view(*ids.shape, self.dim)
+
+    def _looked_up(self, ids: Ids) -> Tensor:
+        if self._rows is None:
+            return torch.from_numpy(FirstRows(self.first, self.dim, seed=0, table="")(ids))
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.trained):
+            return self._rows.look_up(ids)
+
+    def _unpadded(self, ids: Ids) -> Tensor:
+        """Only what is no padding is looked up, and so has gradients and rows."""
+        there = np.flatnonzero(ids != self.padding_idx)
+        if len(there) == len(ids):
+            return self._looked_up(ids)
+        rows = self._looked_up(ids.take(there))
+        return rows.new_zeros(len(ids), self.dim).index_copy(0, torch.from_numpy(there), rows)
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """False: its rows stay as they are."""
@@ -107,7 +123,36 @@ class Embedding(Module):
 
     def extra_repr(self) -> str:
         rate = "the task's" if self.follows else self.settings["lr"]
-        return f"{self.rows}, {self.dim}, optimizer={self.kind}, lr={rate}"
+        padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
+        return f"{self.rows}, {self.dim}, optimizer={self.kind}, lr={rate}{padding}"
+
+
+_OF_TORCH = {
+    "max_norm": "rows are changed by their optimizer alone. Shorten them where they are used, as "
+    "in torch.nn.functional.normalize(rows), or keep an nn.Embedding(max_norm=...)",
+    "norm_type": "it belongs to max_norm, which rows do not have",
+    "scale_grad_by_freq": "a row's gradient is the sum over the positions that look it up. Divide "
+    "by their number in the loss, or keep an nn.Embedding(scale_grad_by_freq=True)",
+    "sparse": "gradients are always of rows that were looked up, and nothing else. Leave it out",
+    "_weight": "a row's first values follow from its id (init=...). To begin with rows that were "
+    "trained, set train.start_from; values that are given are for an nn.Embedding",
+    "_freeze": "call requires_grad_(False) on it instead",
+    "device": "rows are in the memory of the host. Leave it out",
+    "dtype": "rows are float32. Leave it out, and convert what is looked up",
+}
+"""What nn.Embedding has and rows have not, with what to do."""
+
+
+def _checked(padding_idx: Any, settings: Mapping[str, Any]) -> int | None:
+    for name in settings.keys() & _OF_TORCH.keys():
+        raise ConfigError(f"mh.Embedding has no {name}, which nn.Embedding has: {_OF_TORCH[name]}.")
+    if padding_idx is None:
+        return None
+    if isinstance(padding_idx, bool) or not isinstance(padding_idx, Integral):
+        raise ConfigError(f"mh.Embedding: padding_idx={padding_idx!r} is no id; ids are integers.")
+    if not -(1 << 63) <= padding_idx < 1 << 63:
+        raise ConfigError(f"mh.Embedding: padding_idx={padding_idx} does not fit into 64 bits.")
+    return int(padding_idx)
 
 
 def row_init(init: Init) -> RowInit:

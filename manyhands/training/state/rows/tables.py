@@ -58,7 +58,7 @@ class ModelTable:
 
     def __init__(self, name: str, module: Embedding, memory: Memory, seed: int) -> None:
         self.name, self.dim, self.follows = name, module.dim, module.follows
-        self.trained = module.trained
+        self.trained, self.padding_idx = module.trained, module.padding_idx
         writers = MOST_RANKS if memory.shared else 1
         spec, optimizer = module.spec(name, seed), module.row_optimizer()
         self.store = RowStore(spec, optimizer, memory, writers=writers)
@@ -69,7 +69,8 @@ class ModelTable:
     @property
     def mark(self) -> str:
         """What all workers must have alike."""
-        return repr((self.store.spec, self.store.optimizer, self.follows, self.trained))
+        alike = self.store.spec, self.store.optimizer, self.follows, self.trained, self.padding_idx
+        return repr(alike)
 
     def look_up(self, ids: Ids) -> Tensor:
         if not torch.is_grad_enabled():
