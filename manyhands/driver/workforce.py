@@ -8,7 +8,7 @@ from manyhands.driver.resolved_run import ResolvedRun
 from manyhands.driver.supervise.speed_control import SpeedControl
 from manyhands.driver.supervise.worker_states import Situation
 from manyhands.launch.engines.launcher import Launcher
-from manyhands.planning.planner import Plan
+from manyhands.planning.planner import Plan, usable_workers
 from manyhands.values.events import EventSink
 from manyhands.values.machine import MOST_RANKS, usable_cores
 
@@ -20,13 +20,18 @@ def reserve(job: ResolvedRun, launcher: Launcher, made: Plan) -> None:
     if job.aim is not None:  # more are asked for when they are needed
         most = least
     servers = made.processes - planned
-    most = min(most, made.micro_batches.value) + servers
+    most = min(most, _usable(job, made)) + servers
     launcher.hosts.reserve(least + servers, most, job.config.train.threads)
 
 
 def most_workers(job: ResolvedRun, launcher: Launcher, made: Plan) -> int:
     alone = job.config.train.sync == "alone"
-    return 1 if alone else min(made.micro_batches.value, launcher.traits.most_workers or MOST_RANKS)
+    return 1 if alone else min(_usable(job, made), launcher.traits.most_workers or MOST_RANKS)
+
+
+def _usable(job: ResolvedRun, made: Plan) -> int:
+    servers = job.config.servers
+    return usable_workers(made.micro_batches.value, merges=servers is not None and servers.merges)
 
 
 def room_for(job: ResolvedRun, launcher: Launcher, made: Plan) -> Callable[[], int] | None:

@@ -81,7 +81,8 @@ def plan(
     speed will decide, so it begins with the fewest; `batch_loss`: the task has one; `resumed`: what
     is part of the result can no longer be changed."""
     collective = _collective(train, many_hosts)
-    computing = _workers(train, machine, workers, most_workers, paced, resumed)
+    merges = servers is not None and servers.merges
+    computing = _workers(train, machine, workers, most_workers, paced, resumed, merges)
     count = int(computing.value)
     return Plan(
         workers=computing,
@@ -146,13 +147,14 @@ def _workers(
     startable: int | None,
     paced: bool,
     resumed: bool,
+    merges: bool,
 ) -> Choice:
-    most = train.micro_batches
+    most = usable_workers(train.micro_batches, merges=merges)
     if isinstance(wish, tuple):
         if startable is None and train.sync != "alone":
-            if wish[0] > most:
+            if wish[0] > most and not merges:
                 raise _too_many(train, wish[0], "at least ", resumed)
-            return _between(train, machine, *wish, paced)
+            return _between(train, machine, *wish, most, paced)
         if wish[0] > 1:
             raise ConfigError(f"this run can have one worker, not {wish[0]} to {wish[1]}.")
         wish = 1
@@ -167,14 +169,22 @@ def _workers(
         return Choice(1, "train.sync is alone")
     if asked is None:
         cores = max(1, machine.cores // train.threads)
+        if merges:
+            return Choice(min(cores, most), f"of {cores} usable cores; each computes whole steps")
         return Choice(
             min(cores, most), f"the smaller of {cores} usable cores and {most} micro-batches"
         )
     if asked < 1:
         raise ConfigError(f"--workers must be at least 1, got {asked}.")
-    if asked > most:
+    if asked > most and not merges:
         raise _too_many(train, asked, "", resumed)
     return Choice(asked, "as asked")
+
+
+def usable_workers(micro_batches: int, *, merges: bool) -> int:
+    """The most that have something to do: a micro-batch of each step, or, where workers are at
+    different steps, a step."""
+    return MOST_RANKS if merges else micro_batches
 
 
 def _too_many(train: TrainConfig, asked: int, at_least: str, resumed: bool) -> ConfigError:
@@ -192,12 +202,14 @@ def _too_many(train: TrainConfig, asked: int, at_least: str, resumed: bool) -> C
     )
 
 
-def _between(train: TrainConfig, machine: Machine, least: int, most: int, paced: bool) -> Choice:
+def _between(
+    train: TrainConfig, machine: Machine, least: int, most: int, usable: int, paced: bool
+) -> Choice:
     """As many as there is room for, to begin with."""
     if paced:
         return Choice(least, "to begin with; the wished speed decides")
     cores = max(1, machine.cores // train.threads)
-    found = max(least, min(most, cores, train.micro_batches))
+    found = max(least, min(most, cores, usable))
     return Choice(found, f"between {least} and {most}, with {cores} usable cores")
 
 

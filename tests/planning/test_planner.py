@@ -84,6 +84,22 @@ def test_more_workers_than_micro_batches_are_told_what_can_still_be_changed(work
         said(workers, batch=3)
 
 
+@pytest.mark.parametrize("workers", [4, (4, 6)])
+def test_where_each_computes_whole_steps_micro_batches_do_not_bound_them(workers: Any) -> None:
+    def planned(workers: Any, **server: Any) -> Choice:
+        machine, train = Machine("here", 9, 1 << 30), TrainConfig(sync="server", batch=3)
+        servers = ServerConfig(**server)
+        return plan(train, machine, workers=workers, records=1000, servers=servers).workers
+
+    assert planned(workers, mode="async").value in (4, 6)
+    assert planned(None, mode="stale", staleness=1).value == 9
+    for mode in ({}, {"mode": "stale", "staleness": 0}):  # which is executed as sync
+        with pytest.raises(ConfigError, match="only 1 micro-batch"):
+            planned(workers, **mode)
+    with pytest.raises(ConfigError, match="more than 256"):
+        planned(256, mode="async")
+
+
 def test_servers_that_merge_on_several_hosts_are_on_every_one() -> None:
     def servers(many_hosts: bool = True, **train: Any) -> Choice:
         machine, asked = Machine("here", 4, 1 << 30), ServerConfig(mode="async")

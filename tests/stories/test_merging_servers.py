@@ -153,6 +153,25 @@ def test_one_worker_and_one_server(go: Go) -> None:
     assert report.step == 6 and proven(report.run).by_worker[1].steps == 6
 
 
+@pytest.mark.parametrize("mode", ["mode=async", "mode=stale,staleness=2"])
+def test_there_may_be_more_workers_than_micro_batches(go: Go, mode: str) -> None:
+    """Each computes whole steps. One is killed."""
+    settings = ["train.micro_batch=32", "train.steps=16"]
+    faults = FaultPlan().kill(rank=2, at_step=4, at="compute")
+    counted(go(*settings, task=visits(), workers=3, sync=f"server:{mode}", faults=faults))
+
+
+def test_it_is_scaled_beyond_its_micro_batches(go: Go, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+
+    def one(*settings: str, **how: Any) -> mh.Report:
+        return go("train.micro_batch=32", *settings, workers=1, **how)
+
+    with while_it_trains(one, run, "server:count=1,mode=async"):
+        assert "3 workers since step" in live.scale(run, 3, 60)
+    assert proven(run).steps > 0
+
+
 def test_it_scores_saves_and_goes_on_in_other_ways(go: Go, launcher: Launcher) -> None:
     """What is scored and saved after n steps are the first n of them."""
     settings = ["evaluate.every_steps=4", "checkpoint.every_steps=3", "train.steps=7"]

@@ -138,9 +138,9 @@ class LiveRequests:
                 f"{servers} servers: this model's weights are shared out in {most} parts at the "
                 "most, and the others would have nothing to update."
             )
-        if workers < 1 or now.most < workers <= now.micro_batches:
+        if workers < 1 or now.most < workers and (now.merges or workers <= now.micro_batches):
             raise RequestError(f"this run can use 1 to {now.most} workers, not {workers}.")
-        if workers > now.micro_batches:
+        if workers > now.micro_batches and not now.merges:
             raise RequestError(
                 f"{workers} workers, but a step has only {now.micro_batches} micro-batches "
                 "to deal out: lower train.micro_batch in a new run."
