@@ -330,6 +330,8 @@ class Supervisor:
             now.changes = {k: v for k, v in now.changes.items() if view.changes.get(k) != v}
             self.actuator.tell_members(Reply(round=f"go-{view.generation}"))
         if self.actuator.incident is not None:
+            every_steps = self.books.live.config.checkpoint.every_steps
+            self.save_timer.recovered(every_steps, now.saved, message.step)
             cause, decided, noticed = self.actuator.incident
             self.actuator.incident = None
             reached = max(cause.step, self.reached)
@@ -384,7 +386,8 @@ class Supervisor:
                 self.channel.send(member.worker, Reply(round=part.round, parts=payloads))
 
     def _written(self, message: Written) -> None:
-        """A step that somebody did not live to write is never whole; the next one will be."""
+        """A step that somebody did not live to write is never whole; one is saved right after the
+        recovery (save_timer.py)."""
         key = (message.step, message.attempt)
         written = self.saving.setdefault(key, {})
         written[message.worker] = message

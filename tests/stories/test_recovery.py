@@ -162,6 +162,22 @@ def test_killed_during_a_save(go: Go, calm: Callable[..., str], at: str, step: i
     assert not list(Path(report.run).glob("checkpoints/.*"))
 
 
+@pytest.mark.parametrize("workers", [2, 3])
+def test_a_save_that_is_lost_with_its_writer_is_made_after_the_recovery(
+    go: Go, workers: int
+) -> None:
+    """Rank 1 never gets to say that it has written its part of step 20, and dies at step 23."""
+    faults = FaultPlan().kill(rank=1, at_step=23)
+    for step in range(20, 23):  # whichever it is at by then: writing goes on beside training
+        faults = faults.loop(rank=1, at_step=step, at="written")
+    for step in range(24, 39):  # time to be told
+        faults = faults.slow(rank=0, at_step=step, seconds=0.05)
+    report = go(faults, "train.steps=40", "checkpoint.every_steps=20", workers=workers)
+    assert report.recoveries == 1
+    made, *others = [e.step for e in seen(report, events.Saved)]  # type: ignore[attr-defined]
+    assert 23 < made < 40 and others == [40]
+
+
 def test_killed_while_scoring(go: Go, calm: Callable[..., str]) -> None:
     """Scores are those of the calm run, and there is one set of them for each step."""
     faults = FaultPlan().kill(rank=1, at_step=6, at="save")

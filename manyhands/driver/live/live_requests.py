@@ -138,7 +138,7 @@ class LiveRequests:
                 f"{servers} servers: this model's weights are shared out in {most} parts at the "
                 "most, and the others would have nothing to update."
             )
-        if workers < 1 or now.most < workers and (now.merges or workers <= now.micro_batches):
+        if workers < 1 or (now.most < workers and (now.merges or workers <= now.micro_batches)):
             raise RequestError(f"this run can use 1 to {now.most} workers, not {workers}.")
         if workers > now.micro_batches and not now.merges:
             raise RequestError(

@@ -31,3 +31,35 @@ def test_a_save_is_asked_for_when_it_is_time_and_not_before() -> None:
     assert not due(899) and due(1), "it stood still for 9 s, which is 1 % of 900"
     every[0] = 0.0
     assert not due(1e9), "never"
+
+
+@pytest.mark.parametrize(
+    ("every_steps", "saved", "step", "owed"),
+    [
+        (20, -1, 23, True),
+        (20, 20, 23, False),
+        (20, 20, 43, True),
+        (20, 31, 39, False),
+        (20, -1, 19, False),
+        (20, -1, 20, False),  # which is saved as the view begins
+        (None, -1, 99, False),
+    ],
+)
+def test_what_was_lost_with_somebody_is_asked_for_once(
+    every_steps: int | None, saved: int, step: int, owed: bool
+) -> None:
+    timer = SaveTimer(lambda: 0.0, lambda: 1000.0)
+    timer.recovered(every_steps, saved, step)
+    assert timer.due() == owed and not timer.due()
+
+
+def test_a_save_by_the_clock_that_came_to_nothing_is_asked_for_again() -> None:
+    now = [1000.0]
+    timer = SaveTimer(lambda: 300.0, lambda: now[0])
+    now[0] += 300
+    assert timer.due() and not timer.due()
+    timer.recovered(None, -1, 12)
+    assert timer.due(), "whoever was to write it died"
+    timer.saved(0.01, 0.5)
+    timer.recovered(None, 13, 14)
+    assert not timer.due()
