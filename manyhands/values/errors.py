@@ -206,7 +206,8 @@ class TableFull(TrainError):
         }[kind]
         return (
             f"the table '{table}' is full in step {step}: {what}. "
-            "Give the table more rows, let rows expire (expire=), or admit only ids that come "
+            "Give the table more rows in the task and resume: how many there may be is no part of "
+            "the result. Or begin anew, and let rows expire (expire=), or admit only ids that come "
             "again (admit=)."
         )
 

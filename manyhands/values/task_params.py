@@ -8,6 +8,7 @@ changes nothing.
 
 import difflib
 import inspect
+import shlex
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -126,7 +127,10 @@ def refuse_other_params(run: object, before: Params, after: Params, again: str) 
             raise ConfigError(
                 f"--param {name}={_shown(now)}: {name} is part of the result, and the steps that "
                 f"{run} has taken were taken with {name}={_shown(was)}. A run keeps it for life; "
-                f"start a new one: {again} --param {name}={_shown(now)}"
+                f"start a new one: {again} --param {name}={_shown(now)} (from these weights: "
+                f"--set {shlex.quote(f'train.start_from={run}')}). What a parameter does is not "
+                "known here: if it only says how many rows a table may have (mh.Embedding), which "
+                "is no part of the result, write the number into the task's file and resume."
             )
 
 

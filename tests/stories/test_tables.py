@@ -503,6 +503,26 @@ def test_more_ids_than_rows(go: Go) -> None:
         go(given=replace(make("rows"), model=Small))
 
 
+def test_a_full_table_is_gone_on_with_when_it_may_have_more_rows(
+    go: Go, calm: Callable[..., str], launcher: Launcher, tmp_path: Path
+) -> None:
+    """How many there may be is no part of the result: the bits are those of a large one."""
+    with pytest.raises(RunFailed, match="more rows in the task and resume"):
+        go("checkpoint.every_steps=1", given=replace(make("rows"), model=lambda: Sized(20)))
+    how: dict[str, Any] = {"quiet": True, "launcher": launcher}
+    report = mh.resume(tmp_path / "run", make("rows"), **how)
+    assert report.step == 12 and report.fingerprint == calm()
+    small = replace(make("rows"), model=lambda: Sized(2))
+    with pytest.raises(RunFailed, match=r"table 'user' is full.*may have 2 rows, and has \d\d"):
+        mh.resume(report.run, small, settings=["train.steps=13"], **how)
+
+
+class Sized(Factors):
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.user = mh.Embedding(rows, 8, init=0.3)
+
+
 class UsersOnly(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -80,7 +80,8 @@ def test_a_run_keeps_its_parameters(file: Path, launcher: Launcher, tmp_path: Pa
     assert begun.step == 2 and begun.recoveries == 1
     with pytest.raises(ConfigError, match=r"lr is part of the result.*taken with lr=0\.1") as told:
         mh.resume(run, params=["lr=0.2"], settings=["train.steps=4"], quiet=True, launcher=launcher)
-    assert "--param lr=0.2" in str(told.value)
+    assert "--param lr=0.2" in str(told.value) and "train.start_from=" in str(told.value)
+    assert "how many rows a table may have" in str(told.value)
     more = {"settings": ["train.steps=4"], "quiet": True, "launcher": launcher}
     again = mh.resume(run, params={"lr": 0.1}, workers=2, **more)
     assert again.fingerprint == calm.fingerprint

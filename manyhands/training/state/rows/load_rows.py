@@ -12,7 +12,7 @@ from manyhands.training.state.rows.row_hash import BUCKETS, IdHashes, buckets_of
 from manyhands.training.state.rows.row_index import DONE, ENTRIES
 from manyhands.training.state.rows.row_store import RowStore
 from manyhands.training.state.rows.table_part import TablePart, groups_of
-from manyhands.values.errors import WrongArguments
+from manyhands.values.errors import TableFull, WrongArguments
 
 
 def clear(store: RowStore) -> None:
@@ -47,7 +47,11 @@ def _load(
     index, buckets, rows = store.index, buckets_of(hashes), values == 0
     more = np.bincount(buckets, minlength=BUCKETS)
     births = np.bincount(buckets[rows], minlength=BUCKETS)
-    if (why := store.why_full(more, births, int(store.words[DONE].max()))) is not None:
+    step, capacity = int(store.words[DONE].max()), store.spec.capacity
+    if (why := store.why_full(more, births, step)) is not None:
+        there = store.rows + int(births.sum())
+        if there > capacity:  # that is why, whatever bucket was full first
+            why = TableFull(store.spec.name, capacity, there, 0, step, "rows")
         raise why
     if (index.values.take(index.find(hashes)) != 0).any():
         raise WrongArguments(f"table '{store.spec.name}' has some of these rows already.")
