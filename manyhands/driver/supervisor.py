@@ -20,6 +20,7 @@ from manyhands.driver.supervise.liveness import Liveness
 from manyhands.driver.supervise.membership import decide, suspicious
 from manyhands.driver.supervise.open_rounds import MOST_ROUNDS, OpenRounds
 from manyhands.driver.supervise.plausible import objection, odd_work
+from manyhands.driver.supervise.room_to_compute import RoomToCompute
 from manyhands.driver.supervise.run_outcome import Done, Incident
 from manyhands.driver.supervise.save_timer import SaveTimer
 from manyhands.driver.supervise.servers import hands_in_words
@@ -90,6 +91,7 @@ class Supervisor:
         )
         self.links = HostLinks(situation, books.event)
         self.unlike = UnlikeHosts(situation, books.event)
+        self.room = RoomToCompute(situation, books.event)
         self.save_timer = SaveTimer(lambda: books.live.config.checkpoint.by_clock_s)
         self.rounds = OpenRounds()
         self.saving: dict[tuple[int, int], dict[int, Written]] = {}
@@ -133,6 +135,7 @@ class Supervisor:
                 if isinstance(decision, decisions.IssueView):  # what was said before is over
                     self.audit.begin()
                     self.rounds.clear()
+            self.room.look()
             if self.now.running and self.save_timer.due():
                 self.now.halts += 1
                 self.actuator.tell_members(SaveNow(number=self.now.halts))

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from manyhands.driver.supervise.decisions import HaltView, IssueView, StartWorkers, Wait
 from manyhands.driver.supervise.membership import decide, make_view
+from manyhands.driver.supervise.room_to_compute import RoomToCompute, room_that_lacks
 from manyhands.driver.supervise.servers import (
     choose_servers,
     computing_among,
@@ -75,11 +76,34 @@ def test_hosts_with_one_process_each_wait_for_another() -> None:
     workers = here(2, hosts=2)
     now = situation(wanted=1, servers=1, merges=True, hosts=2, capacity=2, workers=workers)
     assert decide(now) == Wait()
+    said, clock = list[Any](), [100.0]
+    room = RoomToCompute(now, said.append, lambda: clock[0])
+    for seconds in (0, 1, 1.5, 60):
+        clock[0] += seconds
+        room.look()
+        assert len(said) == (clock[0] >= 102), "after a moment, and once"
+    assert "2 hosts with room for 2 in all" in said[0].text and "--slots 2" in said[0].text
     workers[2] = READY(2)
     workers[2].at = "h1"
     now.capacity = 3
+    assert room_that_lacks(now) is None
     decision = decide(now)
     assert isinstance(decision, IssueView) and servers_in(decision.view) == 2
+
+
+def test_room_is_not_said_to_lack_where_it_does_not() -> None:
+    def lacks(workers: dict[int, WorkerState], **facts: Any) -> bool:
+        usual = {"wanted": 1, "servers": 1, "merges": True, "hosts": 2, "capacity": 2}
+        return room_that_lacks(situation(**{**usual, "workers": workers, **facts})) is not None
+
+    assert lacks(here(2, hosts=2)) and lacks(here(1), capacity=1)
+    assert not lacks({}) and not lacks(here(2))
+    assert not lacks(here(2, hosts=2), merges=False)
+    assert not lacks(here(2, hosts=2), capacity=3), "somebody else is coming"
+    assert not lacks(here(2, STARTING, hosts=2))
+    assert not lacks(here(3, hosts=2), capacity=3)
+    assert lacks(here(3, hosts=2), capacity=3, least=2, wanted=2)
+    assert not lacks(here(2), capacity=None)
 
 
 def test_what_was_stopped_can_still_be_made_up_for() -> None:

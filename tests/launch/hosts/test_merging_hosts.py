@@ -150,6 +150,22 @@ def test_nobody_dies(go: Go, hosts: tuple[Host, ...], tmp_path: Path, mode: tupl
     assert run.recoveries == 0
 
 
+def test_hosts_with_room_for_one_say_what_they_wait_for(
+    warm: Warm, hosts: tuple[Host, ...], tmp_path: Path
+) -> None:
+    """And go on when there is one with room for two."""
+    b, c, d = hosts
+    warm.need({b: 1, c: 1})
+    faults = FaultPlan().recording(str(tmp_path))
+    run = warm.train(visits(), *SETTINGS, *ASYNC, pause_s=0.05, workers="1:8", faults=faults)
+    told = run.wait_for(lambda e: e["event"] == "Warned" and "training waits" in e["text"])
+    assert "2 hosts with room for 2 in all" in told["text"] and "--slots 2" in told["text"]
+    assert not run.events("Viewed")
+    warm.start(d, 2)
+    run.view_of(4)
+    counted(run, tmp_path)
+
+
 @pytest.mark.parametrize("which", ["head", "server", "worker", "worker beside the head"])
 def test_a_process_is_killed(go: Go, hosts: tuple[Host, ...], tmp_path: Path, which: str) -> None:
     b, c, _ = hosts
