@@ -12,7 +12,7 @@ from pathlib import Path
 
 from manyhands.values.environment import switched_off
 
-VERSION = 2
+VERSION = 3
 """As the source says it: what was compiled may be older than what is installed."""
 
 

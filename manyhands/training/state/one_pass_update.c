@@ -78,7 +78,7 @@ int64_t has_fma(void) { return __builtin_cpu_supports("avx2") && __builtin_cpu_s
 int64_t has_fma(void) { return 0; }
 #endif
 
-int64_t version(void) { return 2; } /* native_library.VERSION */
+int64_t version(void) { return 3; } /* native_library.VERSION */
 
 INLINE float mul_add(float a, float b, float c, int fma)
 {

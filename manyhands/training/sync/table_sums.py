@@ -21,7 +21,6 @@ from typing import Any, cast
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from manyhands.accounting.deal_micro_batches import Node
 from manyhands.training.collective.collective import ROWS, Collective
@@ -29,8 +28,8 @@ from manyhands.training.collective.two_level import TwoLevel
 from manyhands.training.memory.memory import Boxes, Memory
 from manyhands.training.state.layout import Bounds
 from manyhands.training.state.rows.part_arrow import pack_part, unpack_part
-from manyhands.training.state.rows.row_hash import BUCKETS, Ids, buckets_of, hashes_of
-from manyhands.training.state.rows.sum_rows import GradientRows, merge_rows
+from manyhands.training.state.rows.row_hash import BUCKETS, buckets_of, hashes_of
+from manyhands.training.state.rows.sum_rows import GradientRows, merge_rows, rows_in
 from manyhands.training.state.rows.table_part import TablePart
 from manyhands.training.state.rows.tables import Tables
 from manyhands.training.sync.canonical_sum import TreeSum, finish
@@ -173,7 +172,7 @@ class TableSums:
         found: list[GradientRows] = []
         for number, table in enumerate(self.tables):
             parts = [
-                (node, _in_buckets(part, table.owns)) for box in boxes for node, part in box[number]
+                (node, rows_in(part, table.owns)) for box in boxes for node, part in box[number]
             ]
             found.append(finished(parts, leaves, divisor))
         return found
@@ -215,15 +214,6 @@ class TableSums:
         head = self._head(rank)
         head[_BYTES] = size
         head[_STAMP] = step + 1
-
-
-def _in_buckets(part: GradientRows, owned: NDArray[np.bool_]) -> GradientRows:
-    if owned.all():
-        return part
-    mine = np.flatnonzero(owned.take(buckets_of(hashes_of(part.ids))))
-    ids: Ids = part.ids.take(mine)
-    rows: Tensor = part.rows.index_select(0, torch.from_numpy(mine))
-    return GradientRows(ids, rows)
 
 
 def level_tables(

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from manyhands.training.memory.memory import PAGE, Boxes, Memory
 from manyhands.training.state.rows.row_hash import BUCKETS, IdHashes, Int64s, buckets_of
+from manyhands.training.state.rows.row_passes import NativeIndex, address, row_passes
 
 REGION, ENTRIES, USED, FREE, DONE = range(5)
 """Words of a bucket: 2 × level + which of two; entries; slots ever used; and given back; steps."""
@@ -57,6 +58,12 @@ class RowIndex:
         self._boxes = list(zip(boxes, (8, 4, 8), strict=False))
         self._numbers = np.arange(BUCKETS)
         self._scratch = np.zeros(_SCRATCH, np.int64)
+        self.native = NativeIndex(zero_place=self.zero_place)
+        self.native.regions = address(self.words[REGION])
+        self.native.starts, self.native.sizes = address(self._starts), address(self._sizes)
+        self.native.keys, self.native.values = address(self.keys), address(self.values)
+        if self.last is not None:
+            self.native.last, self.native.done = address(self.last), address(self.words[DONE])
 
     # ---- where things are
 
@@ -68,6 +75,8 @@ class RowIndex:
 
     def find(self, hashes: IdHashes) -> Int64s:
         """The place of each, or a free one (its value is 0) of an id that is not here."""
+        if (passes := row_passes()) is not None:
+            return passes.find(self.native, np.ascontiguousarray(hashes))
         starts, sizes = self.regions()
         buckets = buckets_of(hashes)
         start, mask = starts.take(buckets), (sizes - 1).take(buckets)

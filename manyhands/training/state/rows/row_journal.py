@@ -30,6 +30,7 @@ from torch import Tensor
 from manyhands.training.memory.memory import Boxes, Memory
 from manyhands.training.state.rows.row_hash import BUCKETS
 from manyhands.training.state.rows.row_index import RowIndex
+from manyhands.training.state.rows.row_passes import NativeLane, address, row_passes
 
 MOST_ROWS = 1 << 16
 """Of one transaction."""
@@ -94,6 +95,13 @@ class RowJournal:
             copy = array(MOST_ROWS, lane.shape[1], dtype=np.float32)
             self.copies.append(torch.from_numpy(copy))
         self._cells = [(cells_of(lane), cells_of(copy)) for lane, copy in self._pairs()]
+        self.native = (NativeLane * len(lanes))(
+            *(
+                (lane.data_ptr(), copy.data_ptr(), None, lane.shape[1])
+                for lane, copy in self._pairs()
+            )
+        )
+        self._noted, self._counter = address(self.slots), address(self.head[_ROWS : _ROWS + 1])
 
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         return zip(self.lanes, self.copies, strict=True)
@@ -136,15 +144,30 @@ class RowJournal:
             self.last[:count] = index.last.take(places)
         self.head[_ENTRIES] = count
 
-    def keep_rows(self, slots: NDArray[np.int64]) -> list[Tensor]:
-        """Before rows are changed; what is there. Adds to those kept before."""
+    def keep_rows(self, slots: NDArray[np.int64], work: Sequence[Tensor]) -> None:
+        """Before rows are changed; what is there is copied to `work` too, lane by lane. Adds to
+        those kept before."""
         first = int(self.head[_ROWS])
         stop = first + len(slots)
+        if (passes := row_passes()) is not None:
+            for lane, room in zip(self.native, work, strict=True):
+                lane.work = room.data_ptr()
+            passes.keep(self.native, slots, self._noted, self._counter)
+            return
         self.slots[first:stop] = slots
         for cells, copies in self._cells:
             cells.take(slots, out=copies[first:stop], mode="clip")
         self.head[_ROWS] = stop
-        return [copy[first:stop] for copy in self.copies]
+        for room, copy in zip(work, self.copies, strict=True):
+            room[: len(slots)].copy_(copy[first:stop])
+
+    def put_rows(self, slots: NDArray[np.int64], work: Sequence[Tensor]) -> None:
+        """What has been made of those kept last, in `work`, to where they came from."""
+        if (passes := row_passes()) is not None:
+            passes.put(self.native, slots)
+            return
+        for (cells, _), rows in zip(self._cells, work, strict=True):
+            cells[slots] = cells_of(rows)[: len(slots)]
 
     def close(self) -> None:
         self.head[_STATE] = _IDLE

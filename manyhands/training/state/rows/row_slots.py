@@ -60,7 +60,6 @@ class RowSlots:
         self._work = {
             name: torch.zeros(most, width, dtype=torch.float32) for name, width in widths.items()
         }
-        self._work_cells = {name: cells_of(rows) for name, rows in self._work.items()}
         self._grads = torch.zeros(most, self.width, dtype=torch.float32)
 
     @property
@@ -114,18 +113,16 @@ class RowSlots:
         are in a near cache."""
         for first in range(0, len(slots), self._block):
             block = slots[first : first + self._block]
-            kept = journal.keep_rows(block)
             rows = padded_rows(len(block), self.width)
             work = {name: whole[:rows] for name, whole in self._work.items()}
-            for mine, old in zip(work.values(), kept, strict=True):
-                mine[: len(old)].copy_(old)
+            journal.keep_rows(block, list(work.values()))
             gradient = self._grads[:rows]
-            gradient[:, self.dim :] = 0
+            if self.dim < self.width:
+                gradient[:, self.dim :] = 0
             gradient[: len(block), : self.dim].copy_(grads[first : first + len(block)])
             state = {name: lane for name, lane in work.items() if name != WEIGHTS}
             optimizer.update(work[WEIGHTS], state, gradient, step, self.dim)
-            for name, cells in self.cells.items():
-                cells[block] = self._work_cells[name][: len(block)]
+            journal.put_rows(block, list(work.values()))
 
     def gather(self, slots: Int64s) -> dict[str, Tensor]:
         return {name: self.gather_lane(name, slots) for name in self.lanes}

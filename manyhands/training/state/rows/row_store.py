@@ -40,6 +40,7 @@ from manyhands.training.state.rows.row_index import DONE, ENTRIES, REGION, RowIn
 from manyhands.training.state.rows.row_init import FirstRows, RowInit
 from manyhands.training.state.rows.row_journal import RowJournals
 from manyhands.training.state.rows.row_optimizers import MOST_COLUMNS, RowOptimizer
+from manyhands.training.state.rows.row_passes import row_passes
 from manyhands.training.state.rows.row_slots import RowSlots, slots_per_bucket
 from manyhands.training.state.rows.table_part import WEIGHTS, TablePart, groups_of, sorted_part
 from manyhands.values.errors import ConfigError, TableFull, WrongArguments
@@ -111,6 +112,7 @@ class RowStore:
         per_bucket = slots_per_bucket(spec.capacity)
         most = per_bucket * (1 + _WAITING) if spec.admit > 1 else per_bucket
         self.index = RowIndex(memory, most, dates=spec.expire is not None)
+        self.index.native.expire = spec.expire or 0
         self.words = self.index.words
         self.slots = RowSlots(memory, self.index, spec.capacity, spec.dim, optimizer)
         lanes = list(self.slots.lanes.values())
@@ -143,6 +145,11 @@ class RowStore:
 
     def read(self, ids: Ids, out: Tensor | None = None) -> Tensor:
         """[ids, dim]: the weights. Unknown ids read as their first values, and are not made."""
+        if (passes := row_passes()) is not None and (out is None or out.is_contiguous()):
+            ids = np.ascontiguousarray(ids)
+            rows = torch.empty(len(ids), self.spec.dim) if out is None else out
+            unknown = passes.read(self.index.native, ids, self.slots.lanes[WEIGHTS], rows)
+            return self._with_first_rows(rows, ids, unknown)
         hashes = hashes_of(ids)
         places = self.index.find(hashes)
         values = self.index.values.take(places)
@@ -151,8 +158,10 @@ class RowStore:
             known &= ~self._dead(hashes, places)
         slots = np.maximum(values - 1, 0).astype(np.int64)
         rows = self.slots.gather_lane(WEIGHTS, slots, out)
-        if not known.all():
-            unknown = np.flatnonzero(~known)
+        return self._with_first_rows(rows, ids, np.flatnonzero(~known))
+
+    def _with_first_rows(self, rows: Tensor, ids: Ids, unknown: Int64s) -> Tensor:
+        if len(unknown):
             first = torch.from_numpy(self.first_rows(ids.take(unknown)))
             rows.index_copy_(0, torch.from_numpy(unknown), first)
         return rows

@@ -6,11 +6,12 @@ gradient means here (`coalesce()` adds in another order, and has other bits). In
 micro-batches a row that only one side has goes on unchanged, never as row + 0.0, which would turn
 -0.0 into 0.0; so the sum does not depend on which ids others had.
 
-Sorting whole arrays is faster than any table of ours: numpy's sort takes a few ns per id.
+One native pass does each of these (row_passes.py). Without it whole arrays are sorted, which is
+faster than any table made of numpy: its sort takes a few ns per id.
 """
 
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -18,7 +19,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
-from manyhands.training.state.rows.row_hash import Ids
+from manyhands.training.state.rows.row_hash import Ids, buckets_of, hashes_of
+from manyhands.training.state.rows.row_passes import row_passes
 
 _NONE = cast(Ids, np.empty(0, np.int64))
 
@@ -38,24 +40,62 @@ Grouped = tuple[NDArray[np.int64], NDArray[np.int64]]
 """Positions, those of the smallest id first, and of each id in their order; where each begins."""
 
 
-def sum_positions(ids: Ids, grads: Tensor, grouped: Grouped | None = None) -> GradientRows:
+@dataclass(frozen=True, slots=True)
+class GroupedIds:
+    """Which ids there are at some positions: once for the rows to be read, and once more for the
+    gradients to be summed."""
+
+    distinct: Ids
+    """In ascending order."""
+    each: NDArray[np.int32 | np.int64]
+    """Of each position, which of them is there."""
+    found: Grouped | NDArray[np.int32]
+    """Without native code, and with it: of each of them, its first position."""
+
+    def spread(self, rows: Tensor) -> Tensor:
+        """From one row for each id to one for each position."""
+        if (passes := row_passes()) is not None and not isinstance(self.found, tuple):
+            return passes.spread(rows, cast(Any, self.each))
+        return rows.index_select(0, torch.from_numpy(self.each))
+
+
+def group_ids(ids: Ids) -> GroupedIds:
+    """Of at least one position."""
+    if (passes := row_passes()) is not None and len(ids) < 1 << 30:
+        return GroupedIds(*passes.group(ids))
+    order, starts = positions_by_id(ids)
+    each = np.empty(len(ids), np.int64)
+    each[order] = np.repeat(np.arange(len(starts)), np.diff(starts, append=len(ids)))
+    return GroupedIds(ids.take(order.take(starts)), each, (order, starts))
+
+
+def sum_positions(ids: Ids, grads: Tensor, grouped: GroupedIds | None = None) -> GradientRows:
     """The gradient of one micro-batch, of whose positions `ids` are looked up and `grads` [n, dim]
-    the gradients are. `grouped`: `positions_by_id(ids)`, where that is known."""
+    the gradients are. `grouped`: `group_ids(ids)`, where that is known."""
     if len(ids) == 0:
         return GradientRows(_NONE, grads)
-    order, starts = grouped or positions_by_id(ids)
+    grouped = grouped or group_ids(np.ascontiguousarray(ids))
+    passes, found = row_passes(), grouped.found
+    if passes is not None and not isinstance(found, tuple):
+        return GradientRows(
+            grouped.distinct, passes.sum(grads.contiguous(), cast(Any, grouped.each), found)
+        )
+    assert isinstance(found, tuple)
+    return GradientRows(grouped.distinct, _sum_groups(*found, grads))
+
+
+def _sum_groups(order: NDArray[np.int64], starts: NDArray[np.int64], grads: Tensor) -> Tensor:
     first = torch.from_numpy(order.take(starts))
-    unique = ids.take(first.numpy())
-    if len(starts) == len(ids):
-        return GradientRows(unique, grads.index_select(0, first))
-    sizes = np.diff(starts, append=len(ids))
+    if len(starts) == len(order):
+        return grads.index_select(0, first)
+    sizes = np.diff(starts, append=len(order))
     rows = embedding_bag(
         torch.from_numpy(order), grads, torch.from_numpy(starts), mode="sum"
     )  # adds in order, from 0.0 on
     single = torch.from_numpy(np.flatnonzero(sizes == 1))
     rows.index_copy_(0, single, grads.index_select(0, first.index_select(0, single)))
     _restore_signs(rows, sizes, order, starts, grads)
-    return GradientRows(unique, rows)
+    return rows
 
 
 def positions_by_id(ids: Ids) -> Grouped:
@@ -100,10 +140,25 @@ def _restore_signs(
     rows.masked_fill_(zeros & (many > 1) & (count == many), -0.0)
 
 
+def rows_in(gradient: GradientRows, buckets: NDArray[np.bool_]) -> GradientRows:
+    """Those of buckets that are marked."""
+    if buckets.all():
+        return gradient
+    if (passes := row_passes()) is not None:
+        return GradientRows(*passes.select(gradient.ids, gradient.rows.contiguous(), buckets))
+    mine = np.flatnonzero(buckets.take(buckets_of(hashes_of(gradient.ids))))
+    rows = gradient.rows.index_select(0, torch.from_numpy(mine))
+    return GradientRows(gradient.ids.take(mine), rows)
+
+
 def merge_rows(left: GradientRows, right: GradientRows) -> GradientRows:
     """left + right, where both have a row; otherwise the one there is."""
     if len(left.ids) == 0 or len(right.ids) == 0:
         return right if len(left.ids) == 0 else left
+    if (passes := row_passes()) is not None:
+        return GradientRows(
+            *passes.merge(left.ids, left.rows.contiguous(), right.ids, right.rows.contiguous())
+        )
     place = np.searchsorted(left.ids, right.ids)
     both = left.ids.take(place, mode="clip") == right.ids
     ids = np.concatenate([left.ids, right.ids[~both]])

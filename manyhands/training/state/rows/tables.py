@@ -31,8 +31,8 @@ from manyhands.training.state.rows.row_snapshot import RowSnapshot
 from manyhands.training.state.rows.row_store import RowStore
 from manyhands.training.state.rows.sum_rows import (
     GradientRows,
-    Grouped,
-    positions_by_id,
+    GroupedIds,
+    group_ids,
     sum_positions,
 )
 from manyhands.training.state.rows.table_part import TablePart
@@ -49,7 +49,7 @@ class Lookup:
     """Rows that a model looked up, by position; backward puts their gradient there."""
 
     ids: Ids
-    grouped: Grouped
+    grouped: GroupedIds
     rows: Tensor
 
 
@@ -77,11 +77,8 @@ class ModelTable:
             return self.store.read(ids)
         if self._lookups is None or len(ids) == 0:
             return self.store.read(ids).requires_grad_()
-        order, starts = grouped = positions_by_id(ids)  # as its gradient will need it
-        each = np.empty(len(ids), np.int64)
-        each[order] = np.repeat(np.arange(len(starts)), np.diff(starts, append=len(ids)))
-        rows = self.store.read(ids.take(order.take(starts)))
-        found = rows.index_select(0, torch.from_numpy(each)).requires_grad_()
+        grouped = group_ids(ids)  # as its gradient will need it
+        found = grouped.spread(self.store.read(grouped.distinct)).requires_grad_()
         self._lookups.append(Lookup(ids, grouped, found))
         return found.clone()  # which may be changed in place
 

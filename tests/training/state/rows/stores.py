@@ -1,10 +1,12 @@
 """Tables for tests: how they are made, and what must hold in them at any time."""
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
 from manyhands.training.memory.memory import Memory
+from manyhands.training.state.rows import row_index, row_journal, row_store, sum_rows
 from manyhands.training.state.rows.row_hash import BUCKETS, buckets_of, ids_of
 from manyhands.training.state.rows.row_index import ENTRIES, FREE, USED
 from manyhands.training.state.rows.row_init import NormalInit
@@ -34,6 +36,12 @@ def table(
         expire=expire,
     )
     return RowStore(spec, OURS[kind], Memory(fd), writers=writers)
+
+
+def without_native(patch: pytest.MonkeyPatch) -> None:
+    """As where it was not compiled."""
+    for module in (row_index, row_journal, row_store, sum_rows):
+        patch.setattr(module, "row_passes", lambda: None)
 
 
 def crowd(
