@@ -57,7 +57,7 @@ def _load(
         raise WrongArguments(f"table '{store.spec.name}' has some of these rows already.")
     for group in groups_of(index.crowded(more), store.words[ENTRIES]):
         store.rebuild(group, more, np.zeros(0, np.int64))
-    slots = store.slots.allocate(buckets[rows])
+    slots = store.slots.allocate(hashes[rows])
     store.slots.write(slots, lanes)
     values[rows] = slots + 1
     return index.insert(hashes, values, None)

@@ -135,8 +135,7 @@ class RowIndex:
 
     def insert(self, hashes: IdHashes, values: NDArray[np.int32], journal: "Any | None") -> Int64s:
         """Takes free places for ids that are not here, in regions that have room; where."""
-        starts, sizes = self.regions()
-        places = self._insert(hashes, values, starts, sizes - 1, journal)
+        places = self._insert(hashes, values, self.words[REGION], journal)
         self.count(ENTRIES, np.bincount(buckets_of(hashes), minlength=BUCKETS))
         return places
 
@@ -144,12 +143,16 @@ class RowIndex:
         self,
         hashes: IdHashes,
         values: NDArray[np.int32],
-        starts: Int64s,
-        masks: Int64s,
+        codes: Int64s,
         journal: "Any | None",
     ) -> Int64s:
+        if (passes := row_passes()) is not None:
+            claims = None if journal is None else journal.claims
+            hashes, values = np.ascontiguousarray(hashes), np.ascontiguousarray(values)
+            return passes.insert(self.native, codes, hashes, values, claims)
+        starts, sizes = self.regions(codes)
         buckets = buckets_of(hashes)
-        start, mask = starts.take(buckets), masks.take(buckets)
+        start, mask = starts.take(buckets), (sizes - 1).take(buckets)
         offset = hashes.view(np.int64) & mask
         places = start + offset
         todo = np.arange(len(hashes))
@@ -197,7 +200,7 @@ class RowIndex:
         codes[buckets] = beside[buckets]
         starts, sizes = self.regions(codes)
         self._wipe(buckets, starts, sizes)
-        places = self._insert(hashes, self.values.take(regular), starts, sizes - 1, None)
+        places = self._insert(hashes, self.values.take(regular), codes, None)
         if self.last is not None:
             self.last[places] = self.last.take(regular)
         return codes[buckets], counts[buckets]

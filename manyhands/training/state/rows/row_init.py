@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from manyhands.training.state.rows.row_hash import Ids, scramble
+from manyhands.training.state.rows.row_passes import row_passes
 from manyhands.values.errors import ConfigError
 
 QUANTILES = 1 << 16
@@ -85,6 +86,9 @@ class FirstRows:
     def __call__(self, ids: Ids) -> Floats:
         if isinstance(self.init, ConstantInit):
             return np.full((len(ids), self.dim), self.init.value, np.float32)
+        if (passes := row_passes()) is not None:
+            quantiles = cast(Floats, self._quantiles)
+            return passes.first(np.ascontiguousarray(ids), int(self._key), quantiles, self.dim)
         of_rows = scramble(scramble(ids.view(np.uint64) ^ self._key) + self._key)
         words = scramble((of_rows[:, None] + self._strides).reshape(-1))
         choice = words.astype("<u8", copy=False).view("<u2")

@@ -101,7 +101,10 @@ class RowJournal:
                 for lane, copy in self._pairs()
             )
         )
-        self._noted, self._counter = address(self.slots), address(self.head[_ROWS : _ROWS + 1])
+        counters = address(self.head)
+        self._kept = address(self.slots), counters + 8 * _ROWS
+        self.claims = address(self.claimed), counters + 8 * _CLAIMED
+        """Addresses, for native passes: where places are noted, and counted."""
 
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         return zip(self.lanes, self.copies, strict=True)
@@ -152,7 +155,7 @@ class RowJournal:
         if (passes := row_passes()) is not None:
             for lane, room in zip(self.native, work, strict=True):
                 lane.work = room.data_ptr()
-            passes.keep(self.native, slots, self._noted, self._counter)
+            passes.keep(self.native, slots, *self._kept)
             return
         self.slots[first:stop] = slots
         for cells, copies in self._cells:

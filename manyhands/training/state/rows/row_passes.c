@@ -5,9 +5,10 @@ Passes over ids and rows, one each where numpy and torch take many; row_passes.p
 Nothing here decides anything: ids are numbered, found, selected and merged, rows are copied, and
 added one to another in the order that is asked for. The optimizers' arithmetic stays torch's.
 
-The passes that change a table are `rows_keep` and `rows_put`. The first copies rows aside and then
-counts them in the journal; only what is counted is changed by the second (row_journal.py). Stores
-stay in that order: the compiler is told, and x86-64 does it anyway. */
+What can be seen of a table is changed by two of them, and only after the journal knows of it
+(row_journal.py): `rows_keep` copies rows aside, then counts them, and what is counted is changed
+by `rows_put`; `rows_insert` notes a free place, then counts it, then takes it. Stores stay in that
+order: the compiler is told, and x86-64 does it anyway. */
 
 #include <stdint.h>
 #include <string.h>
@@ -58,42 +59,57 @@ INLINE void add_row(float *to, const float *from, int64_t width)
 
 /* ---- ids by position */
 
-INLINE int64_t cell_of(const int32_t *table, int64_t mask, const int64_t *distinct, int64_t id)
+struct numbered { uint64_t id; int64_t number; };
+
+/* By id, byte by byte, of those bytes that differ; `ids` have their sign turned. */
+static struct numbered *sorted(struct numbered *these, struct numbered *room, int64_t n)
 {
-    int64_t cell = scramble(id) & mask;
-    while (table[cell] && distinct[table[cell] - 1] != id) cell = (cell + 1) & mask;
-    return cell;
+    uint64_t differ = 0;
+    for (int64_t i = 1; i < n; i++) differ |= these[i].id ^ these[0].id;
+    for (int shift = 0; shift < 64; shift += 8) {
+        int64_t at[256] = {0}, sum = 0;
+        if (!(differ >> shift & 255)) continue;
+        for (int64_t i = 0; i < n; i++) at[these[i].id >> shift & 255]++;
+        for (int k = 0; k < 256; k++) {
+            const int64_t count = at[k];
+            at[k] = sum;
+            sum += count;
+        }
+        for (int64_t i = 0; i < n; i++) room[at[these[i].id >> shift & 255]++] = these[i];
+        struct numbered *other = these;
+        these = room;
+        room = other;
+    }
+    return these;
 }
 
-/* Ids by number, in the order in which they come; `table` has `size` cells, a power of two. */
-int64_t rows_number(const int64_t *ids, int64_t n, int32_t *table, int64_t size,
-                    int64_t *distinct, int32_t *each, int32_t *first)
+/* Ids in ascending order, each once; of each position, which of them is there; of each of them, its
+first position. `table` has `size` cells, a power of two; `room` is for 2 n of them. */
+int64_t rows_group(const int64_t *ids, int64_t n, int32_t *table, int64_t size,
+                   struct numbered *room, int64_t *distinct, int32_t *each, int32_t *first)
 {
+    const uint64_t sign = 1ull << 63;
     int64_t count = 0;
     memset(table, 0, size * sizeof *table);
     for (int64_t i = 0; i < n; i++) {
-        const int64_t cell = cell_of(table, size - 1, distinct, ids[i]);
+        const uint64_t id = (uint64_t)ids[i] ^ sign;
+        int64_t cell = scramble(id) & (size - 1);
+        while (table[cell] && room[table[cell] - 1].id != id) cell = (cell + 1) & (size - 1);
         if (!table[cell]) {
-            distinct[count] = ids[i];
-            first[count] = (int32_t)i;
+            room[count] = (struct numbered){id, count};
             table[cell] = (int32_t)++count;
         }
         each[i] = table[cell] - 1;
     }
-    return count;
-}
-
-/* The same ids by rank; `ranks` is room for `count`. */
-void rows_rank(const int64_t *sorted, int64_t count, const int32_t *table, int64_t size,
-               const int64_t *distinct, int32_t *ranks, const int32_t *first_seen,
-               int32_t *first, int32_t *each, int64_t n)
-{
+    int32_t *ranks = table; /* which is not needed any more */
+    const struct numbered *in_order = sorted(room, room + n, count);
     for (int64_t rank = 0; rank < count; rank++) {
-        const int32_t number = table[cell_of(table, size - 1, distinct, sorted[rank])] - 1;
-        ranks[number] = (int32_t)rank;
-        first[rank] = first_seen[number];
+        ranks[in_order[rank].number] = (int32_t)rank;
+        distinct[rank] = (int64_t)(in_order[rank].id ^ sign);
     }
     for (int64_t i = 0; i < n; i++) each[i] = ranks[each[i]];
+    for (int64_t i = n - 1; i >= 0; i--) first[each[i]] = (int32_t)i;
+    return count;
 }
 
 void rows_spread(const float *rows, const int32_t *each, int64_t n, int64_t dim, float *out)
@@ -105,7 +121,13 @@ void rows_spread(const float *rows, const int32_t *each, int64_t n, int64_t dim,
 void rows_sum(const float *grads, const int32_t *each, const int32_t *first, int64_t n,
               int64_t dim, float *out)
 {
-    for (int64_t i = 0; i < n; i++) {
+    if (dim == 1) /* without a branch that nobody can foresee */
+        for (int64_t i = 0; i < n; i++) {
+            const float sum = out[each[i]] + grads[i];
+            out[each[i]] = first[each[i]] == i ? grads[i] : sum;
+        }
+    else
+      for (int64_t i = 0; i < n; i++) {
         float *to = out + each[i] * dim;
         if (first[each[i]] == i) copy_row(to, grads + i * dim, dim);
         else add_row(to, grads + i * dim, dim);
@@ -135,11 +157,11 @@ int64_t rows_select(const int64_t *ids, int64_t n, const float *rows, int64_t di
                     const uint8_t *marked, int64_t *out_ids, float *out_rows)
 {
     int64_t count = 0;
-    for (int64_t i = 0; i < n; i++)
-        if (marked[scramble(ids[i]) >> BUCKET_SHIFT]) {
-            out_ids[count] = ids[i];
-            copy_row(out_rows + count++ * dim, rows + i * dim, dim);
-        }
+    for (int64_t i = 0; i < n; i++) { /* the next one is written over whoever is not among them */
+        out_ids[count] = ids[i];
+        copy_row(out_rows + count * dim, rows + i * dim, dim);
+        count += marked[scramble(ids[i]) >> BUCKET_SHIFT];
+    }
     return count;
 }
 
@@ -198,6 +220,76 @@ int64_t rows_read(const struct index *in, const int64_t *ids, int64_t n, const f
             else unknown[missing++] = at + i;
     }
     return missing;
+}
+
+/* Takes free places for ids that are not there, in `regions` of all buckets. Each is noted in
+`claimed` and counted before it is taken (NULL: nobody can see them yet). */
+void rows_insert(const struct index *in, const int64_t *regions, const uint64_t *hashes,
+                 const int32_t *values, int64_t n, int64_t *places, int64_t *claimed,
+                 int64_t *counter)
+{
+    struct index there = *in;
+    there.regions = regions;
+    for (int64_t i = 0; i < n; i++) {
+        int64_t mask, start = start_of(&there, hashes[i], &mask), offset = hashes[i] & mask;
+        if (i + 16 < n) {
+            int64_t ahead, region = start_of(&there, hashes[i + 16], &ahead);
+            __builtin_prefetch(in->keys + region + (hashes[i + 16] & ahead), 1);
+        }
+        while (in->keys[start + offset]) offset = (offset + 1) & mask;
+        const int64_t place = hashes[i] ? start + offset : in->zero_place;
+        places[i] = place;
+        if (claimed) {
+            claimed[*counter] = place;
+            IN_ORDER;
+            *counter += 1;
+            IN_ORDER;
+        }
+        ((int32_t *)in->values)[place] = values[i];
+        IN_ORDER;
+        ((uint64_t *)in->keys)[place] = hashes[i];
+    }
+}
+
+/* A slot in each of these buckets: those that were given back first. */
+void rows_allocate(const uint64_t *hashes, int64_t n, int64_t *used, int64_t *free,
+                   const int32_t *given_back, int64_t per_bucket, int64_t *slots)
+{
+    for (int64_t i = 0; i < n; i++) {
+        const int64_t bucket = hashes[i] >> BUCKET_SHIFT;
+        const int64_t local = free[bucket] ? given_back[bucket * per_bucket + --free[bucket]]
+                                           : used[bucket]++;
+        slots[i] = bucket * per_bucket + local;
+    }
+}
+
+/* First values (row_init.py). */
+void rows_first(const int64_t *ids, int64_t n, uint64_t key, int64_t dim, const float *quantiles,
+                float *out)
+{
+    for (int64_t i = 0; i < n; i++) {
+        const uint64_t row = scramble(scramble((uint64_t)ids[i] ^ key) + key);
+        uint64_t word = 0;
+        for (int64_t k = 0; k < dim; k++) {
+            if (k % 4 == 0) word = scramble(row + (uint64_t)(k / 4 + 1) * 0x9E3779B97F4A7C15u);
+            out[i * dim + k] = quantiles[word >> 16 * (k % 4) & 65535];
+        }
+    }
+}
+
+/* Whole rows of a lane, to slots that no entry names yet. */
+void rows_write(float *lane, int64_t width, const int64_t *slots, int64_t n, const float *values,
+                int64_t columns, float initial)
+{
+    for (int64_t i = 0; i < n; i++) {
+        float *to = lane + slots[i] * width;
+        if (!values)
+            for (int64_t k = 0; k < width; k++) to[k] = initial;
+        else {
+            copy_row(to, values + i * columns, columns);
+            for (int64_t k = columns; k < width; k++) to[k] = 0;
+        }
+    }
 }
 
 /* Copies rows aside behind `counted` others, into the journal and into a room to work in. */

@@ -23,15 +23,19 @@ from manyhands.values.native_library import native_library
 
 Int32s = NDArray[np.int32]
 _ADDRESS, _NUMBER = ctypes.c_void_p, ctypes.c_int64
-_PASSES = {  # name: its arguments, A(ddress) or N(umber), and whether it answers with a number
-    "number": ("ANANAAA", True),
-    "rank": ("ANANAAAAAN", False),
+_KINDS = {"A": _ADDRESS, "N": _NUMBER, "U": ctypes.c_uint64, "F": ctypes.c_float}
+_PASSES = {  # name: its arguments, and whether it answers with a number
+    "group": ("ANANAAAA", True),
     "spread": ("AANNA", False),
     "sum": ("AAANNA", False),
     "merge": ("ANAANANAA", True),
     "select": ("ANANAAA", True),
     "find": ("AANA", False),
     "read": ("AANANNAA", True),
+    "insert": ("AAAANAAA", False),
+    "allocate": ("ANAAANA", False),
+    "first": ("ANUNAA", False),
+    "write": ("ANANANF", False),
     "keep": ("ANANAA", False),
     "put": ("ANAN", False),
 }
@@ -63,18 +67,21 @@ class RowPasses:
     def __init__(self, library: ctypes.CDLL) -> None:
         for name, (arguments, answers) in _PASSES.items():
             made = getattr(library, f"rows_{name}")
-            made.argtypes = [_ADDRESS if letter == "A" else _NUMBER for letter in arguments]
+            made.argtypes = [_KINDS[letter] for letter in arguments]
             made.restype = _NUMBER if answers else None
             setattr(self, f"_{name}", made)
 
-    _number: Any
-    _rank: Any
+    _group: Any
     _spread: Any
     _sum: Any
     _merge: Any
     _select: Any
     _find: Any
     _read: Any
+    _insert: Any
+    _allocate: Any
+    _first: Any
+    _write: Any
     _keep: Any
     _put: Any
 
@@ -84,15 +91,11 @@ class RowPasses:
         """Ids in ascending order, each once; of each position, which of them it is; and of each of
         them, the first position."""
         n, size = len(ids), 1 << (2 * len(ids)).bit_length()
-        table, each = np.empty(size, np.int32), np.empty(n, np.int32)
-        room = np.empty(n, np.int64)
-        seen, given = np.empty(n, np.int32), (address(table), size, address(room))
-        count = self._number(address(ids), n, *given, address(each), address(seen))
-        distinct = np.sort(room[:count])
-        first, ranks = np.empty(count, np.int32), np.empty(count, np.int32)
-        more = (address(ranks), address(seen), address(first), address(each), n)
-        self._rank(address(distinct), count, *given, *more)
-        return distinct, each, first
+        table, room = np.empty(size, np.int32), np.empty(4 * n, np.int64)
+        distinct, each, first = np.empty(n, np.int64), np.empty(n, np.int32), np.empty(n, np.int32)
+        given = (address(ids), n, address(table), size, address(room))
+        count = self._group(*given, address(distinct), address(each), address(first))
+        return distinct[:count], each, first[:count]
 
     def spread(self, rows: Tensor, each: Int32s) -> Tensor:
         n, dim = len(each), rows.shape[1]
@@ -135,6 +138,36 @@ class RowPasses:
         unknown = np.empty(n, np.int64)
         given = (ctypes.addressof(index), address(ids), n, lane.data_ptr(), lane.shape[1], dim)
         return unknown[: self._read(*given, out.data_ptr(), address(unknown))]
+
+    def insert(
+        self,
+        index: NativeIndex,
+        regions: Int64s,
+        hashes: IdHashes,
+        values: Int32s,
+        claims: tuple[int, int] | None,
+    ) -> Int64s:
+        """Takes free places; where. `claims`: addresses at which they are noted, and counted."""
+        places = np.empty(len(hashes), np.int64)
+        given = (address(regions), address(hashes), address(values), len(hashes))
+        self._insert(ctypes.addressof(index), *given, address(places), *(claims or (None, None)))
+        return places
+
+    def allocate(self, hashes: IdHashes, used: Int64s, free: Int64s, given_back: Int32s) -> Int64s:
+        slots = np.empty(len(hashes), np.int64)
+        given = (address(used), address(free), address(given_back), given_back.shape[1])
+        self._allocate(address(hashes), len(hashes), *given, address(slots))
+        return slots
+
+    def first(self, ids: Ids, key: int, quantiles: NDArray[np.float32], dim: int) -> Any:
+        out = np.empty((len(ids), dim), np.float32)
+        self._first(address(ids), len(ids), key, dim, address(quantiles), address(out))
+        return out
+
+    def write(self, lane: Tensor, slots: Int64s, values: Tensor | None, initial: float) -> None:
+        rows, columns = (None, 0) if values is None else (values.data_ptr(), values.shape[1])
+        given = (lane.data_ptr(), lane.shape[1], address(slots), len(slots))
+        self._write(*given, rows, columns, initial)
 
     def keep(self, lanes: Any, slots: Int64s, aside: int, counter: int) -> None:
         """Copies rows aside and then counts them. Addresses: where slots are noted, and the

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from manyhands.training.memory.memory import Memory
-from manyhands.training.state.rows.row_hash import BUCKETS, Int64s
+from manyhands.training.state.rows.row_hash import BUCKETS, IdHashes, Int64s, buckets_of
 from manyhands.training.state.rows.row_index import FREE, USED, RowIndex
 from manyhands.training.state.rows.row_journal import RowJournal, cells_of
 from manyhands.training.state.rows.row_optimizers import (
@@ -25,6 +25,7 @@ from manyhands.training.state.rows.row_optimizers import (
     padded_columns,
     padded_rows,
 )
+from manyhands.training.state.rows.row_passes import row_passes
 from manyhands.training.state.rows.table_part import WEIGHTS
 
 
@@ -70,8 +71,12 @@ class RowSlots:
         """Slots by bucket."""
         return self.words[USED] - self.words[FREE]
 
-    def allocate(self, buckets: Int64s) -> Int64s:
-        """A slot in each of these buckets (one may be there many times). Within a transaction."""
+    def allocate(self, hashes: IdHashes) -> Int64s:
+        """A slot for each of these, in its bucket. Within a transaction."""
+        if (passes := row_passes()) is not None:
+            words = self.words[USED], self.words[FREE]
+            return passes.allocate(np.ascontiguousarray(hashes), *words, self._given_back)
+        buckets = buckets_of(hashes)
         order = np.argsort(buckets, kind="stable")
         counts = np.bincount(buckets, minlength=BUCKETS)
         bucket = buckets.take(order)
@@ -98,7 +103,13 @@ class RowSlots:
 
     def write(self, slots: Int64s, values: Mapping[str, Tensor]) -> None:
         """Whole rows, to slots that no entry names yet. Lanes that are not given begin anew."""
+        passes = row_passes()
         for name, lane in self.lanes.items():
+            given = values.get(name)
+            if passes is not None and (given is None or given.shape[1] == self.columns[name]):
+                given = None if given is None else given.contiguous()
+                passes.write(lane, slots, given, self.initial.get(name, 0.0))
+                continue
             rows = torch.zeros(len(slots), lane.shape[1], dtype=torch.float32)
             if name in values:
                 rows[:, : self.columns[name]] = values[name]

@@ -270,7 +270,7 @@ class RowStore:
         now = np.where(rows, values, values - 1)  # seen once more
         births = -now >= self.spec.admit
         if births.any():
-            slots = self.slots.allocate(buckets_of(hashes[births]))
+            slots = self.slots.allocate(hashes[births])
             first = self.first_rows(ids_of(hashes[births]))
             self.slots.write(slots, {WEIGHTS: torch.from_numpy(first)})
             now[births] = slots + 1

@@ -6,7 +6,14 @@ import torch
 from torch import Tensor
 
 from manyhands.training.memory.memory import Memory
-from manyhands.training.state.rows import row_index, row_journal, row_store, sum_rows
+from manyhands.training.state.rows import (
+    row_index,
+    row_init,
+    row_journal,
+    row_slots,
+    row_store,
+    sum_rows,
+)
 from manyhands.training.state.rows.row_hash import BUCKETS, buckets_of, ids_of
 from manyhands.training.state.rows.row_index import ENTRIES, FREE, USED
 from manyhands.training.state.rows.row_init import NormalInit
@@ -40,7 +47,7 @@ def table(
 
 def without_native(patch: pytest.MonkeyPatch) -> None:
     """As where it was not compiled."""
-    for module in (row_index, row_journal, row_store, sum_rows):
+    for module in (row_index, row_init, row_journal, row_slots, row_store, sum_rows):
         patch.setattr(module, "row_passes", lambda: None)
 
 
