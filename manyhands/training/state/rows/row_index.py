@@ -76,7 +76,7 @@ class RowIndex:
     def find(self, hashes: IdHashes) -> Int64s:
         """The place of each, or a free one (its value is 0) of an id that is not here."""
         if (passes := row_passes()) is not None:
-            return passes.find(self.native, np.ascontiguousarray(hashes))
+            return passes.find(self.native, np.ascontiguousarray(hashes))[0]
         starts, sizes = self.regions()
         buckets = buckets_of(hashes)
         start, mask = starts.take(buckets), (sizes - 1).take(buckets)
@@ -90,6 +90,15 @@ class RowIndex:
         if not hashes.all():
             places[hashes == 0] = self.zero_place
         return places
+
+    def look(self, hashes: IdHashes) -> tuple[Int64s, NDArray[np.int32], bool]:
+        """Where these are, what is said there, and whether all of them are rows."""
+        if (passes := row_passes()) is not None:
+            places, values, rows = passes.find(self.native, np.ascontiguousarray(hashes))
+            return places, values, rows == len(hashes)
+        places = self.find(hashes)
+        values = self.values.take(places)
+        return places, values, bool((values > 0).all())
 
     def _search_on(
         self,
@@ -216,19 +225,28 @@ class RowIndex:
         self.give_back(buckets, before)
 
     def _wipe(self, buckets: Int64s, starts: Int64s, sizes: Int64s) -> None:
-        for bucket in buckets:
-            region = slice(starts[bucket], starts[bucket] + sizes[bucket])
-            self.keys[region] = 0
-            self.values[region] = 0
+        for first, stop in _stretches(starts[buckets], sizes[buckets]):
+            self.keys[first:stop] = 0
+            self.values[first:stop] = 0
 
     def give_back(self, buckets: Int64s, codes: Int64s) -> None:
         """The pages of regions that no word names any more."""
         whole = self.words[REGION].copy()
         whole[buckets] = codes
         starts, sizes = self.regions(whole)
-        for bucket in buckets:
+        for first, stop in _stretches(starts[buckets], sizes[buckets]):
             for box, itemsize in self._boxes:
-                _punch(box, int(starts[bucket]) * itemsize, int(sizes[bucket]) * itemsize)
+                _punch(box, first * itemsize, (stop - first) * itemsize)
+
+
+def _stretches(starts: Int64s, sizes: Int64s) -> list[tuple[int, int]]:
+    """First and stop of regions, those that lie side by side as one: mostly many buckets grow at
+    the same time."""
+    order = np.argsort(starts)
+    starts, stops = starts[order], (starts + sizes)[order]
+    ends = np.flatnonzero(np.append(starts[1:] != stops[:-1], True)) if len(starts) else order
+    firsts = np.append(0, ends + 1)[: len(ends)]
+    return list(zip(starts[firsts].tolist(), stops[ends].tolist(), strict=True))
 
 
 def most_fit(level: int) -> int:

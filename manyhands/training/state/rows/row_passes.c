@@ -152,6 +152,17 @@ int64_t rows_merge(const int64_t *left, int64_t n, const float *left_rows, const
     return count;
 }
 
+/* The hashes of all; how many of them are in buckets that are marked. */
+int64_t rows_hash(const int64_t *ids, int64_t n, const uint8_t *marked, uint64_t *hashes)
+{
+    int64_t count = 0;
+    for (int64_t i = 0; i < n; i++) {
+        hashes[i] = scramble(ids[i]);
+        count += marked[hashes[i] >> BUCKET_SHIFT];
+    }
+    return count;
+}
+
 /* Those in buckets that are marked. */
 int64_t rows_select(const int64_t *ids, int64_t n, const float *rows, int64_t dim,
                     const uint8_t *marked, int64_t *out_ids, float *out_rows)
@@ -191,10 +202,20 @@ INLINE void find_some(const struct index *in, const uint64_t *hashes, int64_t n,
     }
 }
 
-void rows_find(const struct index *in, const uint64_t *hashes, int64_t n, int64_t *places)
+/* And what is said there; how many of them are rows. */
+int64_t rows_find(const struct index *in, const uint64_t *hashes, int64_t n, int64_t *places,
+                  int32_t *values)
 {
-    for (int64_t i = 0; i < n; i += AT_ONCE)
-        find_some(in, hashes + i, n - i < AT_ONCE ? n - i : AT_ONCE, places + i);
+    int64_t rows = 0;
+    for (int64_t at = 0; at < n; at += AT_ONCE) {
+        const int64_t part = n - at < AT_ONCE ? n - at : AT_ONCE;
+        find_some(in, hashes + at, part, places + at);
+        for (int64_t i = at; i < at + part; i++) {
+            values[i] = in->values[places[i]];
+            rows += values[i] > 0;
+        }
+    }
+    return rows;
 }
 
 /* Copies the rows of these ids; how many of them have none, and the positions of those. */

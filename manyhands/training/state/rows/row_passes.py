@@ -30,7 +30,8 @@ _PASSES = {  # name: its arguments, and whether it answers with a number
     "sum": ("AAANNA", False),
     "merge": ("ANAANANAA", True),
     "select": ("ANANAAA", True),
-    "find": ("AANA", False),
+    "hash": ("ANAA", True),
+    "find": ("AANAA", True),
     "read": ("AANANNAA", True),
     "insert": ("AAAANAAA", False),
     "allocate": ("ANAAANA", False),
@@ -76,6 +77,7 @@ class RowPasses:
     _sum: Any
     _merge: Any
     _select: Any
+    _hash: Any
     _find: Any
     _read: Any
     _insert: Any
@@ -127,10 +129,16 @@ class RowPasses:
 
     # ---- tables
 
-    def find(self, index: NativeIndex, hashes: IdHashes) -> Int64s:
-        places = np.empty(len(hashes), np.int64)
-        self._find(ctypes.addressof(index), address(hashes), len(hashes), address(places))
-        return places
+    def hash(self, ids: Ids, marked: NDArray[np.bool_]) -> tuple[IdHashes, int]:
+        """Of all; and how many are in buckets that are marked."""
+        hashes = np.empty(len(ids), np.uint64)
+        return hashes, self._hash(address(ids), len(ids), address(marked), address(hashes))
+
+    def find(self, index: NativeIndex, hashes: IdHashes) -> tuple[Int64s, Int32s, int]:
+        """Where these are, and what is said there; how many of them are rows."""
+        places, values = np.empty(len(hashes), np.int64), np.empty(len(hashes), np.int32)
+        given = (ctypes.addressof(index), address(hashes), len(hashes))
+        return places, values, self._find(*given, address(places), address(values))
 
     def read(self, index: NativeIndex, ids: Ids, lane: Tensor, out: Tensor) -> Int64s:
         """Rows to `out`; positions of those that are not there."""

@@ -184,11 +184,8 @@ class RowStore:
         if self._sweeps:
             self._sweeps = False
             self.sweep(np.flatnonzero(self.buckets))
-        hashes = hashes_of(ids)
         behind = self.buckets & (self.words[DONE] < step)
-        if not behind.all():
-            mine = np.flatnonzero(behind.take(buckets_of(hashes)))
-            hashes, grads = hashes.take(mine), grads.index_select(0, torch.from_numpy(mine))
+        hashes, grads = self._those_in(behind, ids, grads)
         for buckets in self._shares(hashes, behind):
             if buckets is behind:
                 self._apply(hashes, grads, step, buckets)
@@ -197,6 +194,18 @@ class RowStore:
             self._apply(
                 hashes.take(mine), grads.index_select(0, torch.from_numpy(mine)), step, buckets
             )
+
+    def _those_in(self, buckets: Mask, ids: Ids, grads: Tensor) -> tuple[IdHashes, Tensor]:
+        """Hashes and gradients of these buckets. Mostly all are."""
+        if (passes := row_passes()) is not None:
+            hashes, inside = passes.hash(np.ascontiguousarray(ids), buckets)
+        else:
+            hashes = hashes_of(ids)
+            inside = int(buckets.take(buckets_of(hashes)).sum())
+        if inside == len(ids):
+            return hashes, grads
+        mine = np.flatnonzero(buckets.take(buckets_of(hashes)))
+        return hashes.take(mine), grads.index_select(0, torch.from_numpy(mine))
 
     def _checked(self, ids: Ids, grads: Tensor) -> tuple[Ids, Tensor]:
         name, dim = self.spec.name, self.spec.dim
@@ -295,14 +304,13 @@ class RowStore:
         """Where these are, with room for those that are not; who has expired is not."""
         buckets, swept = buckets_of(hashes), False
         while True:
-            places = self.index.find(hashes)
-            values = self.index.values.take(places)
+            places, values, complete = self.index.look(hashes)
             if self.index.last is not None:
                 dead = (values != 0) & self._dead(hashes, places)
                 if dead.any():
                     self.sweep(np.unique(buckets[dead]))
                     continue
-            if (values > 0).all():
+            if complete:
                 return places, values
             more = np.bincount(buckets[values == 0], minlength=BUCKETS)
             coming = (values <= 0) & (1 - values >= self.spec.admit)
@@ -317,7 +325,7 @@ class RowStore:
             crowded = self.index.crowded(more)
             if not len(crowded):
                 return places, values
-            for group in groups_of(crowded, self.words[ENTRIES]):
+            for group in groups_of(crowded, self.words[ENTRIES], most=BUCKETS):
                 self.rebuild(group, more, np.zeros(0, np.int64))
 
     def why_full(self, more: Int64s, births: Int64s, step: int) -> TableFull | None:

@@ -81,13 +81,16 @@ def whole_digest(digests: Mapping[int, bytes]) -> str:
     return digest.hexdigest()
 
 
-def groups_of(buckets: NDArray[np.int64], entries: NDArray[np.int64]) -> list[NDArray[np.int64]]:
-    """In which buckets are gone through, so that nobody waits long for one; `entries`: of all."""
+def groups_of(
+    buckets: NDArray[np.int64], entries: NDArray[np.int64], most: int = GROUP
+) -> list[NDArray[np.int64]]:
+    """In which buckets are gone through, so that nobody waits long for one; `entries`: of all.
+    `most`: buckets in one."""
     groups: list[NDArray[np.int64]] = []
     first, many = 0, np.cumsum(entries[buckets])
     while first < len(buckets):
         before = many[first - 1] if first else 0
         stop = max(first + 1, int(np.searchsorted(many, before + GROUP_ENTRIES, side="right")))
-        groups.append(buckets[first : min(stop, first + GROUP)])
+        groups.append(buckets[first : min(stop, first + most)])
         first += len(groups[-1])
     return groups
