@@ -138,7 +138,7 @@ class OnePassUpdate:
             entry.done = done.ctypes.data + entry.number * done.itemsize
             if counters is not None:
                 entry.counter = counters.data_ptr() + entry.number * counters.element_size()
-        self._filled: Any = None
+        self._filled: tuple[int, list[bool], list[Numbers | None]] | None = None
 
     def take(
         self,
@@ -158,11 +158,20 @@ class OnePassUpdate:
             ],
             [numbers(kind, group) for group in self.optimizer.param_groups],
         )
-        if wanted != self._filled:  # mostly nothing of it changes
-            self._filled = wanted if self._fill(*wanted) else None
+        if wanted != self._filled:  # mostly nothing of it changes, or where the gradient lies
+            if self._filled is not None and wanted[1:] == self._filled[1:]:
+                self._move_to(wanted[0])
+                self._filled = wanted
+            else:
+                self._filled = wanted if self._fill(*wanted) else None
         if self._filled is not None:
             self.kernel(self._spans, step, self._undo, followers)
         return self._filled is not None
+
+    def _move_to(self, base: int) -> None:
+        for entry, span in zip(self._spans, self.unit.spans, strict=True):
+            if entry.gradient is not None:
+                entry.gradient = base + span.start * F32.itemsize
 
     def _fill(self, base: int, touched: list[bool], of_groups: list[Numbers | None]) -> bool:
         """`base`: where the gradient of the whole lane would begin."""

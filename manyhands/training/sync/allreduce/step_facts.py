@@ -122,22 +122,22 @@ class Form:
     def read(self, step: int, everyone: Sequence[Bytes]) -> StepTally:
         """All workers' messages, put in index order."""
         messages = [m.view(np.float64) for m in everyone]
-        ranges = [range(int(m[1]), int(m[2])) for m in messages]
-        rows = np.concatenate(
-            [
-                m[HEADER : HEADER + len(r) * self.width].reshape(-1, self.width)
-                for m, r in zip(messages, ranges, strict=True)
-            ]
-        )
+        headers: list[list[float]] = [m[:HEADER].tolist() for m in messages]
+        ranges = [range(int(h[1]), int(h[2])) for h in headers]
+        width = self.width
+        told = [
+            m[HEADER : HEADER + len(r) * width] for m, r in zip(messages, ranges, strict=True) if r
+        ]
+        rows = np.concatenate(told).reshape(-1, width)
         columns: list[list[float]] = rows[:, :COLUMNS].T.tolist()
         unweighted = [math.isnan(w) for w in columns[1]]
         if any(unweighted) and not all(unweighted):
             raise TaskError(MIXED_WEIGHTS)
         at = COLUMNS + MOST_NUMBERS
         touched: list[bool] = rows[:, at : at + self.parameters].max(axis=0).astype(bool).tolist()
-        clip = float(messages[0][3])
+        clip, scale = headers[0][3], headers[0][7]
         clip_norm = None if math.isnan(clip) else clip
-        reaches, scale = [float(m[6]) for m in messages], float(messages[0][7])
+        reaches = [h[6] for h in headers]
         return StepTally(
             step, ranges, rows, columns, touched, not unweighted[0], clip_norm, reaches, scale
         )

@@ -117,6 +117,7 @@ class Boards:
         """By the first block of a unit."""
         self._in_force = cast(NDArray[np.int64], memory.array(1, dtype=np.int64))
         self._opened: dict[tuple[int, int], Lanes] = {}
+        self._heads: dict[tuple[int, int], tuple[Any, Any, Bytes]] = {}
 
     def of(self, generation: int) -> "Board":
         return Board(self, self._views, generation)
@@ -150,7 +151,7 @@ class Boards:
 
     def get(self, rank: int, half: int) -> StepPush:
         head, factor, facts = self._open(rank, half)
-        step, read, leaves, records, length = (int(n) for n in head[:5])
+        step, read, leaves, records, length = head[:5].tolist()
         told = facts[:length]
         return StepPush(step, read, leaves, records, float(factor[0]), told, self.lanes(rank, half))
 
@@ -179,11 +180,13 @@ class Boards:
         return None if math.isfinite(float(factor[0])) else f"that is multiplied by {factor[0]}"
 
     def _open(self, rank: int, half: int) -> tuple[Any, Any, Bytes]:
-        box, room = 2 * rank + half, self._facts_bytes - 8 * _HEADER
-        head = self._facts.array(box, _HEADER, dtype=np.int64)
-        factor = self._facts.array(box, 1, dtype=np.float64, at=8 * (_HEADER - 1))
-        facts = self._facts.array(box, room, dtype=np.uint8, at=8 * _HEADER)
-        return head, factor, cast(Bytes, facts)
+        if (rank, half) not in self._heads:
+            box, room = 2 * rank + half, self._facts_bytes - 8 * _HEADER
+            head = self._facts.array(box, _HEADER, dtype=np.int64)
+            factor = self._facts.array(box, 1, dtype=np.float64, at=8 * (_HEADER - 1))
+            facts = cast(Bytes, self._facts.array(box, room, dtype=np.uint8, at=8 * _HEADER))
+            self._heads[rank, half] = head, factor, facts
+        return self._heads[rank, half]
 
 
 class Board:
@@ -233,7 +236,7 @@ class Board:
     def order(self, n: int) -> PushOrder:
         """Of push n, which was ordered last or the one before."""
         at = _ORDERS + 4 * (n % 2)
-        rank, sequence, meets, agreed = (int(x) for x in self.words[at : at + 4])
+        rank, sequence, meets, agreed = self.words[at : at + 4].tolist()
         return PushOrder(rank, sequence, bool(meets), agreed)
 
     def push(self, order: PushOrder) -> StepPush:
@@ -268,7 +271,8 @@ class Board:
         return sum(self.column(PUSHED, workers)) - (applied - self.began)
 
     def column(self, word: int, ranks: Iterable[int]) -> list[int]:
-        return [int(self.rows[rank, word]) for rank in ranks]
+        said = self.rows[:, word]
+        return [said.item(rank) for rank in ranks]
 
 
 def tally_of(words: NDArray[np.int64]) -> Tally:

@@ -70,7 +70,7 @@ def _finish(
     if not undo_log.get_buffers(n + 1, committed):
         whole = undo_log.get_buffers(n, committed)
         assert whole, f"buffers of push {n} are kept until those after it are"
-        parts.commit_buffers(push, n)
+        parts.commit_buffers(parts.read(push, n))
     spans = share_out(layout, int(undo_log.updaters[0]), cut=cut)
     left = [
         rest_of(layout, unit, undo_log.done, n)
@@ -84,4 +84,4 @@ def _finish(
     catch_up(n)
     parts.optimizer.regroup(rank, behind, n, own=True)
     with torch.no_grad():
-        parts.apply(push, n)
+        parts.apply(push, parts.read(push, n))

@@ -60,16 +60,15 @@ class MergeParts:
         tally.clip_norm, tally.reaches = None, [0.0]
         return tally
 
-    def apply(self, push: StepPush, n: int) -> None:
-        """To the units that are worked on here, as push n."""
-        tally = self.read(push, n)
+    def apply(self, push: StepPush, tally: StepTally) -> None:
+        """To the units that are worked on here; `tally`: as `read` gives it."""
         self.updating.update(tally, gradient_of(push, tally), self.updating.whole, push.factor)
 
-    def commit_buffers(self, push: StepPush, n: int) -> None:
+    def commit_buffers(self, tally: StepTally) -> None:
         """Statistics compose: what a push adds to them does not depend on what they were."""
         buffers = self.replica.buffers
-        buffers.commit_norms(self.form.of_buffers(self.read(push, n).rows))
-        self.undo_log.put_buffers(n + 1, buffers.committed)
+        buffers.commit_norms(self.form.of_buffers(tally.rows))
+        self.undo_log.put_buffers(tally.step + 1, buffers.committed)
 
 
 def gradient_of(push: StepPush, tally: StepTally) -> Parts:

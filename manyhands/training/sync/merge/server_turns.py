@@ -13,6 +13,7 @@ from dataclasses import replace
 import torch
 
 from manyhands.training.state.replica import StepFacts
+from manyhands.training.sync.allreduce.step_facts import StepTally
 from manyhands.training.sync.merge.board import (
     AGREED,
     ANSWERED,
@@ -44,7 +45,7 @@ class ServerTurns:
         self.parts, self.seat = parts, seat
         self.head = Head(parts, seat) if seat.rank == seat.head else None
         self.whole = not seat.board.tally().applied.beyond
-        self._current: tuple[PushOrder, StepPush] | None = None
+        self._current: tuple[PushOrder, StepPush, StepTally] | None = None
 
     def learn(self, n: int) -> StepFacts:
         """Wait for push n, and learn what is to be known of it."""
@@ -57,9 +58,10 @@ class ServerTurns:
             seat.wait(lambda: self._ordered(n))
         order = seat.board.order(n)
         push = seat.board.push(order)
-        self._current = order, push
+        tally = parts.read(push, n)
+        self._current = order, push, tally
         parts.moment("gather")
-        facts = parts.form.facts(parts.read(push, n), [push.facts])
+        facts = parts.form.facts(tally, [push.facts])
         return replace(facts, agreed=order.agreed if order.meets else 0)
 
     def _ordered(self, n: int) -> bool | None:
@@ -69,16 +71,16 @@ class ServerTurns:
     def apply(self, n: int) -> None:
         """When it returns, this server has applied it; if all meet after it, all have."""
         assert self._current is not None, "it is learnt of first"
-        parts, seat, (order, push) = self.parts, self.seat, self._current
+        parts, seat, (order, push, tally) = self.parts, self.seat, self._current
         self._current = None
         began, waiting = time.monotonic(), seat.board.waiting(n + 1, seat.workers)
         with torch.no_grad():
             parts.moment("update")
             if seat.speaks:
                 parts.record.applies(n, push.step)
-            parts.apply(push, n)
+            parts.apply(push, tally)
             if seat.speaks:
-                parts.commit_buffers(push, n)
+                parts.commit_buffers(tally)
         took_s = parts.boards.age_s(order.rank, order.sequence % 2)
         parts.load.applied(time.monotonic() - began, took_s, waiting)
         parts.moment("share")
@@ -107,7 +109,8 @@ class Head:
         """Of the next meeting, when it has been looked up."""
         bound = parts.bound
         self._reads = None if bound is None else ReadStates(bound, seat.began, self.applied)
-        self._applying: PushOrder | None = None
+        self._applying: tuple[PushOrder, int] | None = None
+        """What was ordered last, and its step."""
         self._served = -1
 
     def order_next(self, n: int) -> bool | None:
@@ -138,7 +141,7 @@ class Head:
             self._reads.add(n + 1, self.deal.finished)
         self.tally = self.tally.add(order.rank, push, n)
         board.put_order(n, order, self.tally)
-        self._applying = order
+        self._applying = order, push.step
         seat.bells.ring(seat.servers[1:])
         return True
 
@@ -148,9 +151,9 @@ class Head:
             return True
         if min(self.board.column(APPLIED, self.seat.servers)) < n:
             return False
-        order, self._applying = self._applying, None
+        (order, step), self._applying = self._applying, None
         self.applied = self.deal.finished
-        self.parts.record.settled(n - 1, self.board.push(order).step)
+        self.parts.record.settled(n - 1, step)
         self.board.rows[order.rank, FREED] = order.sequence
         self.seat.bells.ring([order.rank])
         return True
