@@ -76,9 +76,9 @@ class SequenceWords:
         self.sequence = number - 1
         self.arrive()
 
-    def wait(self) -> None:
-        """Until every worker has arrived as often as this one."""
-        for rank in self.others:
+    def wait(self, ranks: Iterable[int] | None = None) -> None:
+        """Until every worker has arrived as often as this one; or those of `ranks` have."""
+        for rank in self.others if ranks is None else ranks:
             if self.words[rank] < self.sequence:
                 self._wait_for(rank, self.sequence)
 

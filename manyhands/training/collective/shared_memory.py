@@ -128,10 +128,13 @@ class SharedMemory:
         _, messages = self._tables[kind, self._turns[kind]]
         return [messages[rank, :length] for rank in ranks]
 
-    def meet(self, meanwhile: Meanwhile = nothing) -> None:
+    def meet(
+        self, meanwhile: Meanwhile = nothing, *, awaited: Sequence[int] | None = None
+    ) -> None:
+        """`awaited`: only these workers of this host are waited for; None: all are."""
         self.words.arrive()
         meanwhile()
-        self.words.wait()
+        self.words.wait(awaited)
 
     def exchange(self, counts: Sequence[int], owned: Sequence[Bounds]) -> list[list[Lanes]]:
         mine = owned[self.world.rank]

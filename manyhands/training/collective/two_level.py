@@ -132,10 +132,13 @@ class TwoLevel:
         """The messages of this host's workers."""
         return self.local.gather(mine, kind, stamp)
 
-    def meet(self, meanwhile: Meanwhile = nothing) -> None:
+    def meet(
+        self, meanwhile: Meanwhile = nothing, *, awaited: Sequence[int] | None = None
+    ) -> None:
         """All workers of this host; what each wrote before, all see after. `meanwhile` is called
-        once, before the others are waited for."""
-        self.local.meet(meanwhile)
+        once, before the others are waited for. `awaited`: what these wrote is seen after it, and
+        nobody else is waited for; None: all are."""
+        self.local.meet(meanwhile, awaited=awaited)
 
     def exchange(self, counts: Sequence[int], owned: Sequence[Bounds]) -> list[list[Lanes]]:
         assert not self.many, "hosts exchange bucket by bucket"

@@ -157,6 +157,8 @@ class AllReduce:
         self._step = None
         # The updaters of a host share out what is in its memory, and that is everything.
         self.rank, self.updaters = self.world.local_rank, place.updaters
+        # Who updates nothing is waited for in the next step's gather, before anything is written.
+        self._awaited = [rank for rank in self.updaters if rank != self.rank]
         shares = share_out(layout, len(self.updaters), cut=self.cut)
         owned = dict(zip(self.updaters, shares, strict=True))
         self.spans = [owned.get(rank, []) for rank in range(self.world.local_ranks)]
@@ -285,7 +287,7 @@ class AllReduce:
             if self.rank == self._changes_buffers:
                 self.undo_log.put_buffers(step.step + 1, self.replica.buffers.committed)
             self.moment("share")
-            self.levels.meet(self._meanwhile(step.step))
+            self.levels.meet(self._meanwhile(step.step), awaited=self._awaited)
             if self.cut == "nowhere" and self.rank != self._changes_buffers:
                 self.undo_log.get_buffers(step.step + 1, self.replica.buffers.committed)
                 self.optimizer.take_groups(step.step + 1)
