@@ -128,9 +128,7 @@ class SharedMemory:
         _, messages = self._tables[kind, self._turns[kind]]
         return [messages[rank, :length] for rank in ranks]
 
-    def meet(
-        self, meanwhile: Meanwhile = nothing, *, awaited: Sequence[int] | None = None
-    ) -> None:
+    def meet(self, meanwhile: Meanwhile = nothing, *, awaited: Sequence[int] | None = None) -> None:
         """`awaited`: only these workers of this host are waited for; None: all are."""
         self.words.arrive()
         meanwhile()

@@ -132,9 +132,7 @@ class TwoLevel:
         """The messages of this host's workers."""
         return self.local.gather(mine, kind, stamp)
 
-    def meet(
-        self, meanwhile: Meanwhile = nothing, *, awaited: Sequence[int] | None = None
-    ) -> None:
+    def meet(self, meanwhile: Meanwhile = nothing, *, awaited: Sequence[int] | None = None) -> None:
         """All workers of this host; what each wrote before, all see after. `meanwhile` is called
         once, before the others are waited for. `awaited`: what these wrote is seen after it, and
         nobody else is waited for; None: all are."""

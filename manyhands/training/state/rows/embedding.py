@@ -150,7 +150,7 @@ def _checked(padding_idx: Any, settings: Mapping[str, Any]) -> int | None:
         return None
     if isinstance(padding_idx, bool) or not isinstance(padding_idx, Integral):
         raise ConfigError(f"mh.Embedding: padding_idx={padding_idx!r} is no id; ids are integers.")
-    if not -(1 << 63) <= padding_idx < 1 << 63:
+    if not -(1 << 63) <= int(padding_idx) < 1 << 63:
         raise ConfigError(f"mh.Embedding: padding_idx={padding_idx} does not fit into 64 bits.")
     return int(padding_idx)
 
