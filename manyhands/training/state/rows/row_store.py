@@ -147,7 +147,9 @@ class RowStore:
         """[ids, dim]: the weights. Unknown ids read as their first values, and are not made."""
         if (passes := row_passes()) is not None and (out is None or out.is_contiguous()):
             ids = np.ascontiguousarray(ids)
-            rows = torch.empty(len(ids), self.spec.dim) if out is None else out
+            rows = out
+            if rows is None:
+                rows = torch.empty(len(ids), self.spec.dim, dtype=torch.float32)
             unknown = passes.read(self.index.native, ids, self.slots.lanes[WEIGHTS], rows)
             return self._with_first_rows(rows, ids, unknown)
         hashes = hashes_of(ids)

@@ -157,7 +157,7 @@ class AllReduce:
         self._step = None
         # The updaters of a host share out what is in its memory, and that is everything.
         self.rank, self.updaters = self.world.local_rank, place.updaters
-        # Who updates nothing is waited for in the next step's gather, before anything is written.
+        # Who updates nothing reads nothing in an update, and is waited for in the next gather.
         self._awaited = [rank for rank in self.updaters if rank != self.rank]
         shares = share_out(layout, len(self.updaters), cut=self.cut)
         owned = dict(zip(self.updaters, shares, strict=True))
@@ -377,9 +377,10 @@ class AllReduce:
         self._update_tables(step, tables, factor, rate)
 
     def _table_gradients(self, step: StepTally) -> list[GradientRows]:
-        """Of the buckets that are this worker's."""
-        if not self.tables:
-            return []
+        """Of the buckets that are this worker's. Who has none does not look into the boxes: it is
+        not waited for (regroup), and they may be of the next step."""
+        if not self.tables or self.rank not in self.updaters:
+            return [table.nothing() for table in self.replica.tables]
         return self.tables.gradients(step.step, len(step.ranges), step.leaves, step.divisor)
 
     def _update_tables(
